@@ -112,7 +112,7 @@ async def test_stop_ends_everything_and_can_be_repeated(family: ChildProcess) ->
     family.stop(30)
 
 
-@pytest.mark.parametrize("watchdog", [True, False])
+@pytest.mark.parametrize("watchdog", [True, pytest.param(False, marks=pytest.mark.extra)])
 @pytest.mark.parametrize(("code", "status"), [("raise SystemExit(7)", 7), ("import os; os.kill(os.getpid(), 9)", -9)])
 def test_an_end_is_quoted_with_its_reason(code: str, status: int, watchdog: bool, tmp_path: Path) -> None:
     script = f"print('x' * 1000); print('ValueError: no such abacus', flush=True); {code}"

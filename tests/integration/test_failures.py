@@ -124,7 +124,7 @@ SCRIPTS = {name: SERVICE.format(death=death) for name, death in DEATHS.items()}
 SCRIPTS |= {service: TRAINER.format(service=service) for service in ("trainer", "critic")}
 
 
-KEPT = ("thread, loop blocked", "spawned, body stubborn", "trainer")
+KEPT = ("thread, loop blocked", "trainer")
 
 
 @pytest.mark.parametrize(

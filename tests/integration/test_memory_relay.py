@@ -55,7 +55,10 @@ def threads() -> Iterator[ThreadPoolExecutor]:
         yield pool
 
 
-@pytest.mark.parametrize("readers", [(1, 2, 1), (0, 1)], ids=["engines on all machines", "none beside the source"])
+@pytest.mark.parametrize(
+    "readers",
+    [pytest.param((1, 2, 1), id="engines on all machines"), pytest.param((0, 1), id="none beside the source", marks=pytest.mark.extra)],
+)
 def test_engines_on_every_machine_read_what_the_source_has_filled(readers: tuple[int, ...], threads: ThreadPoolExecutor) -> None:
     machines = Machines(readers, threads)
     for push, sent in ((1, manifest()), (3, manifest()), (4, manifest(3))):

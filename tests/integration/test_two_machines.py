@@ -85,6 +85,7 @@ def machines() -> Iterator[tuple[str, str]]:
                 subprocess.run(["ip", "netns", "delete", name], capture_output=True, check=False)
 
 
+@pytest.mark.extra
 @pytest.mark.timeout(2 * SECONDS)
 def test_each_end_listens_at_the_address_by_which_the_other_reaches_it(machines: tuple[str, str], tmp_path: Path) -> None:
     """Not at loopback, where the ranks of a machine listen for each other, and not at all addresses."""

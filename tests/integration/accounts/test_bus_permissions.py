@@ -134,6 +134,7 @@ async def serving(guarded: GuardedServers) -> AsyncIterator[None]:
         yield
 
 
+@pytest.mark.extra
 async def test_work_that_an_account_may_not_fetch_is_an_error_and_no_empty_queue(guarded: GuardedServers) -> None:
     bus = await connected(guarded, "rollout")
     try:

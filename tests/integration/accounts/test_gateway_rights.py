@@ -58,6 +58,7 @@ async def test_replicas_open_sessions_gateways_play_them_and_nobody_else_sees_th
     await rollout._command("removal", removal)
 
 
+@pytest.mark.extra
 async def test_a_gateway_serves_with_its_own_account(guarded: GuardedServers, tmp_path: Path) -> None:
     """It reads the config, finds the replicas, and shows itself; the servers refuse it nothing that it asks."""
     model = write_qwen3_tokenizer(tmp_path / "model")

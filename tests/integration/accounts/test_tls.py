@@ -150,6 +150,7 @@ async def test_the_stores_clients_refuse_a_certificate_that_nobody_vouches_for(p
     blocking.close()
 
 
+@pytest.mark.extra
 @pytest.mark.usefixtures("trusting")
 async def test_a_redis_server_with_the_rendered_config_encrypts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     servers = GuardedServers(tmp_path, RUN, tls=True, certificates="redis")

@@ -39,7 +39,7 @@ async def test_a_command_plays_and_prints_its_reward(bench: NewAgentBench) -> No
     ("kind", "words"),
     [
         ("words", "its last line is no reward in JSON (a number, an object of numbers, or null): well done"),
-        ("leaves", "ended with exit code 3: no licence"),
+        pytest.param("leaves", "ended with exit code 3: no licence", marks=pytest.mark.extra),
     ],
 )
 async def test_a_command_that_gives_no_reward_loses_its_rollout(bench: NewAgentBench, kind: str, words: str) -> None:
@@ -50,6 +50,7 @@ async def test_a_command_that_gives_no_reward_loses_its_rollout(bench: NewAgentB
     assert caught.value.field == "rollout.agent_command"
 
 
+@pytest.mark.extra(each=True)
 async def test_a_command_that_hangs_is_killed_with_all_that_it_started(bench: NewAgentBench) -> None:
     desk = await bench(rollout={"agent_command": COMMAND, "agent_tries": 1, "agent_timeout": 30, "min_rollouts": 1}, algorithm=LONE)
     samples, _ = await desk.play(metadata={"bad": ["hangs", [1]]})
@@ -67,6 +68,7 @@ async def test_a_daemon_of_a_commands_goes_with_it(bench: NewAgentBench) -> None
     await until(lambda: not Path(f"/proc/{daemon}").exists(), "the end of the daemon")
 
 
+@pytest.mark.extra(each=True)
 async def test_a_command_may_print_whatever_it_likes_before_its_reward(bench: NewAgentBench) -> None:
     desk = await bench(rollout={"agent_command": COMMAND})
     samples, _ = await desk.play(metadata={"bad": ["talks", [0]]})

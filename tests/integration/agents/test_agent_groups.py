@@ -189,7 +189,8 @@ async def test_a_group_that_has_become_too_old_is_stopped_and_its_sessions_end(b
     assert await desk.left_open() == []
 
 
-@pytest.mark.parametrize("command", [False, pytest.param(True, marks=pytest.mark.extra)])
+@pytest.mark.extra
+@pytest.mark.parametrize("command", [False, True])
 async def test_no_time_of_an_agent_runs_while_its_engine_sleeps(bench: NewAgentBench, command: bool) -> None:
     """The trainer computes on the engine's GPUs for longer than an agent has; the agent continues then, and its session with it."""
     agent = {"agent_command": [sys.executable, "-m", "tests.support.command_agent"]} if command else {}
@@ -212,6 +213,7 @@ async def test_no_time_of_an_agent_runs_while_its_engine_sleeps(bench: NewAgentB
     assert stopped is None and [one.rollout for one in samples] == [0, 1]
 
 
+@pytest.mark.extra
 async def test_an_agents_time_begins_once_its_sessions_are_open(bench: NewAgentBench, monkeypatch: pytest.MonkeyPatch) -> None:
     desk = await bench("until_told", rollout={"agent_timeout": SHORT_S, "agent_tries": 1})
     begun, base_url = time.time(), desk.groups.gateways.base_url

@@ -54,6 +54,7 @@ async def test_after_a_kill_every_step_gets_the_batch_it_had(new_run: NewRun) ->
         assert (report.steps, report.durable_steps) == (3, 1)
 
 
+@pytest.mark.extra(each=True)
 async def test_tasks_that_a_killed_buffer_did_not_send_are_sent(new_run: NewRun) -> None:
     """The admission is in the ledger, the tasks are not in the queue: the successor sends them."""
     player = await new_run()
@@ -151,7 +152,8 @@ async def test_a_buffer_beside_which_somebody_writes_stops_when_it_would_write(n
         assert (await player.audit()).violations == []
 
 
-@pytest.mark.parametrize("victim", ["nats", pytest.param("valkey", marks=pytest.mark.extra)])
+@pytest.mark.extra(each=True)
+@pytest.mark.parametrize("victim", ["nats", "valkey"])
 async def test_the_buffer_outlives_the_death_of_a_server(
     mortal_nats: EmbeddedNats,
     mortal_valkey: EmbeddedValkey,

@@ -139,6 +139,7 @@ async def test_a_source_goes_on_behind_what_a_killed_buffer_has_drawn(launched: 
     assert not (before | after) & {first.process.pid, second.process.pid}
 
 
+@pytest.mark.extra(each=True)
 async def test_a_source_hears_the_same_after_the_buffer_was_killed(launched: Launched) -> None:
     """Twice: the second buffer tells what the first one had not told yet, and what the ledger says of groups that it never knew."""
     source = {"prompt_data": None, "data_source": "tests.support.adaptive_source:Hearing"}  # no states: it is told all of it again
@@ -287,6 +288,7 @@ async def test_a_group_whose_payload_is_lost_is_generated_anew(served: Served) -
     assert [group.group for group in (await player.batch(0)).groups] == [group_id(0), group_id(1)]
 
 
+@pytest.mark.extra(each=True)
 async def test_each_set_goes_out_with_what_it_has_of_its_own(served: Served, tmp_path: Path) -> None:
     """And what it leaves to the run: the field of [eval], then that of [rollout]."""
     write_jsonl(tmp_path / "a.jsonl", [{"question": "1+1=", "answer": "2", "metadata": {"rm_type": "math_verify", "level": 3}}])
@@ -318,6 +320,7 @@ async def test_each_set_goes_out_with_what_it_has_of_its_own(served: Served, tmp
     assert first.deadline == second.deadline > time.time()
 
 
+@pytest.mark.extra(each=True)
 async def test_an_evaluation_that_nobody_answers_ends_at_its_deadline(served: Served, tmp_path: Path) -> None:
     heldout = write_jsonl(tmp_path / "heldout.jsonl", PROMPTS[:3])
     player = await served(rollout={"num_rollout": 1}, eval={"eval_prompt_data": str(heldout), "eval_timeout": 5.0})
@@ -334,6 +337,7 @@ async def test_an_evaluation_that_nobody_answers_ends_at_its_deadline(served: Se
     await player.batch(0)
 
 
+@pytest.mark.extra(each=True)
 async def test_evaluations_come_first_and_last_on_their_own_queue(served: Served, tmp_path: Path) -> None:
     heldout = write_jsonl(tmp_path / "heldout.jsonl", PROMPTS[:3])
     player = await served(

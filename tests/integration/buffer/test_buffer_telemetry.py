@@ -58,6 +58,7 @@ async def test_a_buffers_successor_ends_the_traces_that_it_began(new_run: NewRun
     assert not receiver.malformed
 
 
+@pytest.mark.extra(each=True)
 async def test_a_receiver_that_is_away_costs_the_run_nothing(new_run: NewRun, monkeypatch: pytest.MonkeyPatch) -> None:
     """The buffer works, says once what is lost, has no error to show for it, and stops in order."""
     monkeypatch.setenv(VARIABLE, f"http://127.0.0.1:{free_port()}")

@@ -51,6 +51,7 @@ async def train(player: Player) -> None:
     await player.durable(1)
 
 
+@pytest.mark.extra
 async def test_a_log_function_sees_all_sets_of_a_version_at_once(served: Served, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TMPDIR", str(tmp_path))
     log = {"custom_eval_rollout_log_function_path": f"{FUNCTIONS}.logs_evaluation", "keep_rollouts": 0.0}

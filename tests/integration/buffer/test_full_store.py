@@ -3,6 +3,8 @@
 import asyncio
 from pathlib import Path
 
+import pytest
+
 from shared.bus import streams
 from shared.bus.connection import Bus
 from shared.bus.registry import Registry
@@ -67,6 +69,7 @@ async def _nothing(player: Player) -> bool:
     return not await held_back(player)
 
 
+@pytest.mark.extra
 async def test_a_full_ledger_holds_the_run_back_until_it_has_more_room(
     mortal_nats: EmbeddedNats, mortal_valkey: EmbeddedValkey, tmp_path: Path, tiny_model: Path
 ) -> None:

@@ -18,6 +18,7 @@ from tests.support.service_process import ServiceProcess
 from tests.support.waiting import until
 
 
+@pytest.mark.extra(each=True)
 async def test_a_buffer_at_work_and_one_on_standby_outlive_garbage_under_every_key(new_run: NewRun) -> None:
     player = await new_run(bus={"ack_wait": 2.0, "lease_duration": LEASE_SECONDS})
     run, names = player.config.run.name, player.names
@@ -48,7 +49,9 @@ async def test_a_buffer_at_work_and_one_on_standby_outlive_garbage_under_every_k
         await until(finished, "the phase of a run that is finished")
 
 
-@pytest.mark.parametrize(("key", "said"), [("config.config", "the config of run"), ("config.store", "the store of run")])
+@pytest.mark.parametrize(
+    ("key", "said"), [("config.config", "the config of run"), pytest.param("config.store", "the store of run", marks=pytest.mark.extra)]
+)
 async def test_a_service_that_finds_a_config_it_cannot_read_ends_with_code_2_and_one_line(
     new_run: NewRun, nats: EmbeddedNats, tmp_path: Path, key: str, said: str
 ) -> None:

@@ -4,6 +4,7 @@ import os
 import signal
 from pathlib import Path
 
+import pytest
 from redis.asyncio import Redis
 from structlog.testing import capture_logs
 
@@ -117,6 +118,7 @@ async def test_a_restarted_buffer_keeps_what_was_trained_and_writes_nothing_twic
         second.__exit__()
 
 
+@pytest.mark.extra(each=True)
 async def test_what_a_buffer_had_not_read_when_it_died_its_successor_keeps_also_what_was_let_go(launched: Launched) -> None:
     """The store does not answer meanwhile; the groups are durable by then."""
     player, first = await launched()
@@ -154,6 +156,7 @@ async def empty_store_but(player: Player, groups: int) -> None:
     await until(freed, "freed payloads")
 
 
+@pytest.mark.extra(each=True)
 async def test_a_directory_that_cannot_be_written_costs_responses_and_nothing_else(served: Served, tmp_path: Path) -> None:
     blocked = tmp_path / "runs" / "blocked" / DIRECTORY
     blocked.parent.mkdir(parents=True)
@@ -175,6 +178,7 @@ async def test_a_directory_that_cannot_be_written_costs_responses_and_nothing_el
     assert str(blocked) in warned[0]["error"]
 
 
+@pytest.mark.extra(each=True)
 async def test_nothing_is_kept_where_nobody_wants_it(served: Served) -> None:
     player = await served(monitoring={"keep_rollouts": 0.0}, rollout={"num_rollout": 1, "max_staleness": 0})
     await player.live(0)

@@ -2,6 +2,8 @@
 
 from typing import Any
 
+import pytest
+
 from shared.bus.registry import Registry
 from shared.bus.subjects import REWARD
 from shared.schema import codec
@@ -121,6 +123,7 @@ async def test_only_blobs_of_its_own_attempt_are_taken_from_an_outcome(served: S
     assert await player.store.missing([*others, *victim.payload.keys]) == []
 
 
+@pytest.mark.extra(each=True)
 async def test_a_backlog_of_named_rewards_is_divided_over_records(served: Served) -> None:
     count = 40
     player = await served(rollout={"rollout_batch_size": count, "n_samples_per_prompt": 8})
@@ -135,6 +138,7 @@ async def test_a_backlog_of_named_rewards_is_divided_over_records(served: Served
     assert sum(len(record.groups) for record in await player.records() if isinstance(record, GroupsScored)) == count
 
 
+@pytest.mark.extra(each=True)
 async def test_a_group_too_large_for_a_record_is_dead(served: Served) -> None:
     """Whole numbers take a byte each on their way in, and nine as floats in the ledger."""
     player = await served(rollout={"rollout_batch_size": 1, "n_samples_per_prompt": 600})
@@ -149,6 +153,7 @@ async def test_a_group_too_large_for_a_record_is_dead(served: Served) -> None:
     await player.batch(0, working=True)
 
 
+@pytest.mark.extra(each=True)
 async def test_groups_too_large_for_the_message_of_their_batch_are_dead(served: Served) -> None:
     player = await served(rollout={"rollout_batch_size": 5})
     await player.live(0)
@@ -171,6 +176,7 @@ async def test_news_of_weights_that_cannot_be_is_refused(served: Served) -> None
     assert (await player.batch(0, working=True)).version == 0
 
 
+@pytest.mark.extra(each=True)
 async def test_a_prompt_that_cannot_be_sent_costs_its_group(new_run: NewRun, launched: Launched) -> None:
     player = await new_run(rollout={"rollout_batch_size": 3}, eval={"eval_prompt_data": None})
     rows = [{"prompt": "1+1=", "label": "2"}, {"prompt": "2+2=", "label": "4", "metadata": {"long": "x" * (1 << 20)}}]

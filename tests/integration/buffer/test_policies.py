@@ -124,6 +124,7 @@ async def test_a_buffer_filter_chooses(served: Served) -> None:
     await to_the_end(player, 1)
 
 
+@pytest.mark.extra(each=True)
 async def test_a_buffer_filter_may_wait_and_what_it_does_wrong_is_named_to_the_trainer(served: Served) -> None:
     player = await served(rollout={"max_staleness": 2, "buffer_filter_path": "tests.support.buffer_filters:by_number"})
     await player.live(0)
@@ -149,6 +150,7 @@ async def test_a_buffer_filter_may_wait_and_what_it_does_wrong_is_named_to_the_t
     await until(formed, "a batch")
 
 
+@pytest.mark.extra(each=True)
 async def test_runs_on_one_bus_and_in_one_store_know_nothing_of_each_other(new_run: NewRun, run_name: str) -> None:
     """Two runs at once, group ids and steps the same, one of them over its bound where the other is not."""
     one = await new_run(run={"name": f"{run_name}-a"}, rollout={"max_staleness": 0, "num_rollout": 2})

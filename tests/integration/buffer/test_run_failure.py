@@ -3,6 +3,8 @@
 import os
 import signal
 
+import pytest
+
 from services.buffer.run_failure import STATE
 from shared.bus import runs
 from shared.bus.registry import Registry
@@ -79,6 +81,7 @@ async def test_a_run_whose_groups_all_fail_ends_with_the_reason_and_goes_on_when
         again.kill()
 
 
+@pytest.mark.extra
 async def test_outcomes_that_come_together_are_counted_in_their_order(launched: Launched) -> None:
     """A group that is scored between others that fail begins the count anew."""
     player, buffer = await launched(rollout={"max_dead_in_a_row": 3})

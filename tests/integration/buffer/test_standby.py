@@ -81,6 +81,7 @@ async def test_after_a_kill_the_standby_answers_and_the_run_goes_on(new_run: New
         assert (await holder(player)).holder == "buffer-2"
 
 
+@pytest.mark.extra(each=True)
 async def test_a_buffer_that_is_asked_to_stop_hands_over(new_run: NewRun) -> None:
     player = await new_run(bus={"ack_wait": 2.0, "lease_duration": LEASE_SECONDS})
     async with two_buffers(player) as (first, second):
@@ -95,7 +96,8 @@ async def test_a_buffer_that_is_asked_to_stop_hands_over(new_run: NewRun) -> Non
         assert second.process.poll() is None
 
 
-@pytest.mark.parametrize("outage", [pytest.param(0.3, marks=pytest.mark.extra), SHORT["lease_duration"] + 1.0])
+@pytest.mark.extra(each=True)
+@pytest.mark.parametrize("outage", [0.3, SHORT["lease_duration"] + 1.0])
 async def test_when_nats_was_away_exactly_one_goes_on(
     mortal_nats: EmbeddedNats,
     mortal_valkey: EmbeddedValkey,

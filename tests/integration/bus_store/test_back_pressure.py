@@ -104,6 +104,7 @@ async def test_a_full_queue_is_a_named_error_and_work_waits_for_room(bus: Bus, r
     assert {f"g{number}" for number in range(taken)} <= set(seen), "nothing was lost"
 
 
+@pytest.mark.extra
 async def test_a_full_bucket_is_the_same_error(
     mortal_nats: EmbeddedNats, run_name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -136,6 +137,7 @@ async def test_a_full_store_is_a_named_error_and_writes_wait_for_room(small_stor
     assert await small_store.read(reference("", {"r:group:late": BLOB})) == [BLOB]
 
 
+@pytest.mark.extra
 async def test_an_outage_before_a_store_is_full_is_no_wait_for_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(payload_store, "SECONDS", 1.0)
     server = EmbeddedValkey(tmp_path / "valkey", max_bytes=1)

@@ -90,6 +90,7 @@ async def test_a_refusal_that_passes_ends_nobody(bus: Bus) -> None:
         await asyncio.wait_for(refused, 30)
 
 
+@pytest.mark.extra
 async def test_a_server_without_jetstream_is_told(tmp_path: Path) -> None:
     server = NatsWithoutJetStream(tmp_path)
     server.start()
@@ -181,6 +182,7 @@ async def test_many_are_confirmed_at_once_and_a_repeat_counts_once(bus: Bus, str
     assert await count(bus, stream) == 300
 
 
+@pytest.mark.extra
 async def test_of_many_those_that_find_no_room_wait_for_it(bus: Bus, run_name: str) -> None:
     await bus.js.add_stream(StreamConfig(name=run_name, subjects=[f"{run_name}.>"], max_msgs=3, discard=DiscardPolicy.NEW))
     lot = {f"id.{steps}": Durable(steps=steps) for steps in range(5)}
@@ -314,6 +316,7 @@ async def test_what_a_dying_server_takes_with_it_is_asked_again(mortal_nats: Emb
     await asker.close()
 
 
+@pytest.mark.extra
 async def test_an_impatient_asker_waits_out_its_deadline_for_an_answer(bus: Bus, asked: str) -> None:
     start = time.monotonic()
     with pytest.raises(DeadlineExceeded, match="the echo within 1 s; given up"):

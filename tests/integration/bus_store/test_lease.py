@@ -87,6 +87,7 @@ async def test_one_that_fell_silent_is_followed_and_ends_when_it_would_go_on(bus
         await waiting
 
 
+@pytest.mark.extra
 async def test_one_that_fell_silent_goes_on_where_nobody_took_its_place(bus: Bus, run: RunConfig) -> None:
     only = lease(bus, run, "only", SHORT)
     await until(only.attempt, "a lease")
@@ -114,6 +115,7 @@ async def test_a_renewal_whose_confirmation_was_lost_is_known_again(bus: Bus, ru
     keeping.cancel()
 
 
+@pytest.mark.extra
 async def test_who_waits_while_the_server_is_away_waits_on(mortal_nats: EmbeddedNats, tmp_path: Path, crash: Callable[..., None]) -> None:
     server: EmbeddedServer = mortal_nats
     bus, other = await Bus.connect(mortal_nats.url, "holder"), await Bus.connect(mortal_nats.url, "waiter")

@@ -210,6 +210,7 @@ async def test_every_delivery_policy_is_the_configured_one(bus: Bus, config: Run
         assert found.filter_subject == consumer.subject
 
 
+@pytest.mark.extra
 async def test_making_a_run_again_changes_nothing_that_is_there(bus: Bus, config: RunConfig, consumer: Consumer) -> None:
     await put(bus, consumer, "a")
     other = config.model_copy(update={"bus": config.bus.model_copy(update={"ack_wait": 77.0, "max_queued": 5})})
@@ -219,6 +220,7 @@ async def test_making_a_run_again_changes_nothing_that_is_there(bus: Bus, config
     assert (info.config.max_msgs, info.state.messages) == (1000, 1)
 
 
+@pytest.mark.extra
 async def test_whether_a_run_exists(bus: Bus, config: RunConfig) -> None:
     assert await streams.exists(bus, config.run.name)
     assert not await streams.exists(bus, "never-made")

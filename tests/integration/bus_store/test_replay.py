@@ -52,6 +52,7 @@ async def test_reading_changes_nothing_and_can_be_repeated(bus: Bus, stream: str
         assert await steps(streams.read(bus, stream, LedgerRecord)) == [(1, 1)]
 
 
+@pytest.mark.extra
 async def test_what_the_reader_does_meanwhile_is_no_silence_of_the_bus(bus: Bus, stream: str, monkeypatch: pytest.MonkeyPatch) -> None:
     for number in range(4):
         await bus.publish(f"{stream}.durable", CheckpointDurable(steps=number, at=0.0))
@@ -99,6 +100,7 @@ async def test_a_stream_that_is_not_there_is_an_error(bus: Bus, run_name: str) -
         await steps(streams.read(bus, f"{run_name}-none", LedgerRecord, deadline=0.5))
 
 
+@pytest.mark.extra
 async def test_reading_continues_after_the_server_was_killed(mortal_nats, crash: Callable[[object], None]) -> None:
     bus = await Bus.connect(mortal_nats.url, "test")
     try:

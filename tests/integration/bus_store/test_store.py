@@ -185,6 +185,7 @@ def test_two_streams_at_a_time_do_not_mix(valkey: EmbeddedValkey, client: redis.
     reader.close()
 
 
+@pytest.mark.extra
 async def test_blobs_written_and_read_at_once_do_not_mix(store: Store, client: redis.Redis, run_name: str) -> None:
     groups = [{f"{run_name}:{group}:{part}": os.urandom(group * 40_000 + part + 1) for part in range(3)} for group in range(12)]
     await asyncio.gather(*map(store.write, groups))
@@ -237,6 +238,7 @@ async def test_no_server_is_told_within_the_deadline(tmp_path: Path) -> None:
     await away.close()
 
 
+@pytest.mark.extra
 async def test_a_server_that_wants_a_password_is_told(tmp_path: Path) -> None:
     class Locked(EmbeddedValkey):
         answer = b"-NOAUTH"
@@ -253,6 +255,7 @@ async def test_a_server_that_wants_a_password_is_told(tmp_path: Path) -> None:
         server.stop()
 
 
+@pytest.mark.extra
 async def test_another_primary_at_the_same_address_takes_over(tmp_path: Path) -> None:
     """As where a managed store fails over: the server that was the primary refuses writes, and reads until it has the new one's blobs."""
     blobs, link = {"a": b"1", "b": b"2"}, tmp_path / "store.sock"

@@ -3,6 +3,7 @@
 from pathlib import Path
 
 import httpx
+import pytest
 
 from services.console.console_app import WEB
 from tests.integration.console.conftest import TOKEN, ServedConsole
@@ -41,6 +42,7 @@ async def test_a_stranger_gets_401_on_every_path(served: ServedConsole) -> None:
     assert (await served.client.get(f"{served.url}/api/overview?token={TOKEN}")).status_code == 401, "only the first page takes it"
 
 
+@pytest.mark.extra
 async def test_every_file_comes_with_the_token_and_is_not_asked_of_others(served: ServedConsole) -> None:
     for name in FILES:
         answer = await served.get(f"/{name}")

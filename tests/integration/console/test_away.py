@@ -85,6 +85,7 @@ async def events(answer: httpx.Response) -> AsyncIterator[tuple[str, dict[str, i
             kind = "message"
 
 
+@pytest.mark.extra(each=True)
 async def test_browsers_hear_of_what_is_new_and_that_the_console_lives(served: ServedConsole) -> None:
     await served.until_away("NATS", False)
     names = Subjects(RUN)

@@ -143,6 +143,7 @@ async def test_the_pages_follow_the_run(bus: Bus, run_name: str, nats: EmbeddedN
             assert refused.status_code == 422 and "window" in refused.text
 
 
+@pytest.mark.extra
 async def test_a_continued_run_is_shown_with_its_new_config_and_judged_at_its_end(
     bus: Bus, run_name: str, nats: EmbeddedNats, valkey: EmbeddedValkey, tmp_path: Path
 ) -> None:

@@ -148,6 +148,7 @@ async def test_a_live_run(mortal_nats: EmbeddedNats, valkey: EmbeddedValkey, con
         await again.close()
 
 
+@pytest.mark.extra
 async def test_a_directory_alone(config: RunConfig) -> None:
     root = directory_of(config, train__loss=[float(step) for step in range(3000)], rollout__raw_reward=[0.0])
     critic = SummaryWriter(str(root / "tensorboard" / "critic"))
@@ -193,6 +194,7 @@ async def test_bad_questions_are_refused_with_the_name_of_the_parameter(config: 
             assert found == status and named in json.dumps(told["detail"]), query
 
 
+@pytest.mark.extra
 async def test_a_run_that_is_begun_anew_is_read_from_its_beginning(nats: EmbeddedNats, valkey: EmbeddedValkey, tmp_path: Path) -> None:
     """`myxo up --fresh` beside a console of its own: its streams are others, though their names are the same."""
     config = run_config(tmp_path, run={"name": "anew"})

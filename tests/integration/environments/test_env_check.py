@@ -83,7 +83,9 @@ def short_describe(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("shared.environment.conformance.DESCRIBE_SECONDS", 1.0)
 
 
-@pytest.mark.parametrize("example", [python_example, node_example], ids=["python", "node"])
+@pytest.mark.parametrize(
+    "example", [pytest.param(python_example, id="python"), pytest.param(node_example, id="node", marks=pytest.mark.extra)]
+)
 async def test_the_examples_keep_the_protocol(example: Callable[[int, Path], EnvironmentProcess], tmp_path: Path) -> None:
     port = free_port()
     with example(port, tmp_path / "example.log") as process:
@@ -98,6 +100,7 @@ async def test_the_examples_keep_the_protocol(example: Callable[[int, Path], Env
         assert process.process.wait(30) in (0, -15)
 
 
+@pytest.mark.extra
 async def test_the_responder_of_the_page_keeps_the_protocol(bus: Bus, nats: EmbeddedNats, run_name: str, tmp_path: Path) -> None:
     secret = tmp_path / "nats-url"
     secret.write_text(nats.url + "\n")
@@ -124,18 +127,20 @@ async def test_an_environment_that_is_right_passes_and_says_what_it_gave(capsys:
         ("wrong-count", "one sample", "rewards has 2 entries; expected 1"),
         ("nan", "a group of 4", "rewards[3] is nan; expected a finite number"),
         ("late", "one sample", "late: the answer to score did not come within 1 s"),
-        ("late-describe", "describe", "late: the answer to describe did not come within 1 s"),
-        ("error-500", "one sample", "answered score with HTTP 500: the judge is ill"),
-        ("error-in-200", "one sample", "says: no such task"),
+        pytest.param("late-describe", "describe", "late: the answer to describe did not come within 1 s", marks=pytest.mark.extra),
+        pytest.param("error-500", "one sample", "answered score with HTTP 500: the judge is ill", marks=pytest.mark.extra),
+        pytest.param("error-in-200", "one sample", "says: no such task", marks=pytest.mark.extra),
         ("bare-500", "one sample", "answered score with HTTP 500"),
-        ("other-version", "describe", "protocol is 2; expected 1"),
+        pytest.param("other-version", "describe", "protocol is 2; expected 1", marks=pytest.mark.extra),
         ("redirect", "one sample", "answered score with HTTP 307, a redirect, which is not followed"),
         ("redirected-describe", "describe", "answered describe with HTTP 307, a redirect, which is not followed"),
-        ("non-json", "one sample", "expected JSON"),
-        ("too-large", "one sample", "answered score with more than 4194304 bytes"),
+        pytest.param("non-json", "one sample", "expected JSON", marks=pytest.mark.extra),
+        pytest.param("too-large", "one sample", "answered score with more than 4194304 bytes", marks=pytest.mark.extra),
         ("label-needed", "no label", "a prompt may have none: score it, or say why not; answered score with HTTP 500"),
-        ("label-needed-in-words", "no label", "AttributeError: 'NoneType' object has no attribute 'strip'"),
-        ("strict", "unknown fields in the request", "answered score with HTTP 422: unknown field"),
+        pytest.param(
+            "label-needed-in-words", "no label", "AttributeError: 'NoneType' object has no attribute 'strip'", marks=pytest.mark.extra
+        ),
+        pytest.param("strict", "unknown fields in the request", "answered score with HTTP 422: unknown field", marks=pytest.mark.extra),
     ],
 )
 async def test_a_fault_is_found_and_named(

@@ -128,6 +128,7 @@ async def test_a_hung_environment_loses_its_groups_at_their_deadline(bench: NewB
     assert process.process.poll() is None
 
 
+@pytest.mark.extra(each=True)
 async def test_an_environment_that_went_away_gets_what_was_in_its_hands_once_more(bench: NewBench, tmp_path: Path) -> None:
     port = free_port()
     desk = await bench(reward={"rm_type": "environment", "environment_url": f"http://127.0.0.1:{port}", "reward_timeout": 3.0})
@@ -147,6 +148,7 @@ async def test_an_environment_that_went_away_gets_what_was_in_its_hands_once_mor
     assert {name: type(outcome) for name, outcome in outcomes.items()} == {"in-hand": Scored, "waits": Scored}
 
 
+@pytest.mark.extra(each=True)
 async def test_a_weighted_reward_waits_for_an_environment_that_is_away(bench: NewBench, tmp_path: Path) -> None:
     port = free_port()
     weights, table = {"exact": 1.0, "sums": 1.0}, {"sums": f"http://127.0.0.1:{port}"}
@@ -207,6 +209,7 @@ async def test_an_answer_that_does_not_fit_fails_the_group_by_name(bench: NewBen
     assert await desk.failure("g0") == reason
 
 
+@pytest.mark.extra(each=True)
 async def test_what_is_no_environment_of_this_version_gets_no_group(bench: NewBench, odd: str) -> None:
     table = {"new": f"{odd}/other-version", "meta": "http://0xa9fea9fe", "elsewhere": f"{odd}/redirected-describe"}
     desk = await bench(reward={"rm_type": "exact", "environments": table}, bus=QUICK)

@@ -155,6 +155,7 @@ async def test_the_run_that_admits_nothing_holds_producers_back_and_takes_them_a
     assert (await player.audit()).ok
 
 
+@pytest.mark.extra(each=True)
 async def test_samples_of_roles_keep_them_to_the_batch(door: NewDoor) -> None:
     player, client = await door(rollout={"num_rollout": 1, "n_samples_per_prompt": 2})
     four = {name: value * 2 for name, value in group("x").items() if name in ("tokens", "masks", "log_probs")}
@@ -170,6 +171,7 @@ async def test_samples_of_roles_keep_them_to_the_batch(door: NewDoor) -> None:
     assert duel.rewards == [1.0, -1.0, 0.5, -0.5]
 
 
+@pytest.mark.extra(each=True)
 async def test_a_producer_that_waits_is_told_when_its_gateway_stops(door: NewDoor, valkey: EmbeddedValkey, tmp_path: Path) -> None:
     """It is sent away with a status that says to come again, and nothing of its group is left behind."""
     player, other = await door(rollout={"num_rollout": 2, "max_staleness": 0}, ingest={"ingest_wait": 600.0})
@@ -224,6 +226,7 @@ async def test_a_group_whose_gateway_died_before_it_was_published_is_in_once_its
     assert (await player.audit()).ok, "the second outcome of the attempt counts for nothing"
 
 
+@pytest.mark.extra(each=True)
 async def test_a_task_whose_group_was_published_late_is_given_to_no_other(door: NewDoor, monkeypatch: pytest.MonkeyPatch) -> None:
     """It comes again once its lease has run out; a second group would count as the same attempt's and be lost."""
     publish, away = GroupIntake._publish, [DeadlineExceeded("an answer", "the bus", 0.0, "it is tried again")]
@@ -244,6 +247,7 @@ async def test_a_task_whose_group_was_published_late_is_given_to_no_other(door: 
     assert sorted(stored) == ["first", "second"]
 
 
+@pytest.mark.extra(each=True)
 async def test_a_task_whose_producer_does_not_come_again_is_given_up(door: NewDoor, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its group is bound and never published; the run goes on with another in its place, and the late producer has that of a later task."""
     publish = GroupIntake._publish

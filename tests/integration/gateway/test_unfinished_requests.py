@@ -5,6 +5,7 @@ import contextlib
 from pathlib import Path
 
 import httpx
+import pytest
 from starlette.applications import Starlette
 
 from services.gateway import routes
@@ -36,6 +37,7 @@ async def closed(connections: list[Connection], seconds: float) -> None:
                 await reader.read()
 
 
+@pytest.mark.extra
 async def test_a_session_whose_bodies_never_come_takes_nothing_from_others_nor_from_the_gateways_end(
     new_run: NewRun, tmp_path: Path
 ) -> None:

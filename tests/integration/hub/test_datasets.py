@@ -97,6 +97,7 @@ def test_a_config_of_parquet_files(hub: HubServer, tmp_path: Path) -> None:
     assert "a split has to be named; it has train: give hf:org/sums/hard:train" in refused(tmp_path, "hf:org/sums/hard")
 
 
+@pytest.mark.extra
 def test_pictures_are_kept_and_sound_is_not(hub: HubServer, tmp_path: Path) -> None:
     import datasets  # a second, which no other test needs
 
@@ -119,6 +120,7 @@ def seeing(path: Path) -> Path:
     return path / "model"
 
 
+@pytest.mark.extra
 def test_other_formats_are_read_too(hub: HubServer, tmp_path: Path) -> None:
     hub.commit("datasets", "org/sums", {"data.csv": b"prompt,label\n1+1=,2\n"})
     assert rows(named(tmp_path, "hf:org/sums:train")) == [{"prompt": "1+1=", "label": 2}]

@@ -55,6 +55,7 @@ def test_only_what_is_needed_is_downloaded_and_only_once(hub: HubServer, tmp_pat
     assert hub.asked == []
 
 
+@pytest.mark.extra
 def test_a_frozen_models_service_downloads_its_model_alone_and_a_gateway_no_weights(hub: HubServer, tmp_path: Path) -> None:
     commits = {name: hub.commit("models", f"org/{name}", MODEL) for name in ("model", "judge")}
     models = {"judge": {"hf_checkpoint": "org/judge"}}
@@ -69,6 +70,7 @@ def test_a_frozen_models_service_downloads_its_model_alone_and_a_gateway_no_weig
     assert not list((tmp_path / "hf").rglob("models--org--model/**/model.safetensors"))
 
 
+@pytest.mark.extra
 def test_chat_templates_of_a_folder_are_downloaded_too(hub: HubServer, tmp_path: Path) -> None:
     hub.commit("models", "org/model", {**MODEL, "additional_chat_templates/tool_use.jinja": b"T", "onnx/tokenizer.json": b"{}"})
     directory = hub_resolve.for_service(hub_resolve.pinned(named(tmp_path)), "buffer").model.hf_checkpoint
@@ -197,6 +199,7 @@ def test_a_download_that_breaks_off_goes_on_where_it_was(hub: HubServer, tmp_pat
     assert len([line for line in hub.asked if line.startswith("GET") and line.endswith("/model.safetensors")]) == 2
 
 
+@pytest.mark.extra
 def test_where_xet_is_blocked_plain_http_is_used(hub: HubServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(constants, "HF_HUB_DISABLE_XET", False)
     monkeypatch.setattr(hub_client, "XET_STALL_SECONDS", 0.3)

@@ -65,6 +65,7 @@ def test_the_tested_versions_are_installed_once_and_seen_by_children(wheels: Pat
     provide(tmp_path / "engine")  # nothing is left that it could install
 
 
+@pytest.mark.extra
 @pytest.mark.usefixtures("without_sglang")
 def test_what_was_cut_off_or_is_of_another_version_is_installed_anew(wheels: Path, tmp_path: Path) -> None:
     packages = tmp_path / "engine" / "packages"
@@ -77,6 +78,7 @@ def test_what_was_cut_off_or_is_of_another_version_is_installed_anew(wheels: Pat
     assert (packages / "installed").read_text().split() == [pinned(name) for name in ENGINE_PACKAGES]
 
 
+@pytest.mark.extra
 @pytest.mark.usefixtures("without_sglang")
 def test_what_cannot_be_installed_is_named_with_the_command_and_nothing_counts_as_installed(wheels: Path, tmp_path: Path) -> None:
     for _ in range(2):

@@ -102,6 +102,7 @@ def test_nothing_in_it_names_a_module_as_the_repository_does(wheel: Path) -> Non
                 assert not any(f"python -m {root}." in node.value for root in ("shared", "services")), f"{name}:{node.lineno}"
 
 
+@pytest.mark.extra
 def test_all_that_needs_no_torch_imports_beside_foreign_packages(installed: Path, tmp_path: Path) -> None:
     done = run(installed, "-c", ALL_THAT_NEED_NO_TORCH, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
@@ -111,7 +112,7 @@ def test_all_that_needs_no_torch_imports_beside_foreign_packages(installed: Path
     ("words", "code", "said"),
     [
         (["-m", "myxo", "--version"], 0, "myxo 0."),
-        (["-m", "myxo", "quickstart", "--help"], 0, "No GPU, no checkout"),
+        pytest.param(["-m", "myxo", "quickstart", "--help"], 0, "No GPU, no checkout", marks=pytest.mark.extra),
         (["-m", "myxo.services.buffer"], 2, "NATS_URL"),
     ],
 )
@@ -134,6 +135,7 @@ def reward():
 """
 
 
+@pytest.mark.extra
 def test_a_users_file_may_say_shared_where_nobody_else_is_called_so(installed: Path, tmp_path: Path) -> None:
     (tmp_path / "of_a_user.py").write_text(USERS_HOOK)
     program = """
@@ -148,6 +150,7 @@ print(load("reward.custom_rm_path", "of_a_user:reward")())
     assert done.stdout == "myxo.shared.hooks\n", done.stderr
 
 
+@pytest.mark.extra
 def test_a_config_may_name_a_function_of_myxos_beside_a_foreign_package(installed: Path, tmp_path: Path) -> None:
     (tmp_path / "shared").mkdir()
     (tmp_path / "shared" / "__init__.py").touch()

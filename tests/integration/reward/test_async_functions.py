@@ -68,6 +68,7 @@ async def test_groups_wait_together_in_one_process(started: Started) -> None:
     assert len(pool.processes) == 1
 
 
+@pytest.mark.extra
 async def test_a_plain_function_has_one_group_at_a_time(started: Started) -> None:
     pool = await started(path="tests.support.reward_hooks:alone")
     assert CustomScorer(pool, RewardSection(reward_workers=8)).limit == 32
@@ -95,6 +96,7 @@ async def test_a_group_that_blocks_the_loop_is_killed_and_the_others_are_scored_
     assert await scored(pool, "wait 0.5", "spin", "wait 0.6") == [0.5, late("process was killed", 2.0), 0.6]
 
 
+@pytest.mark.extra
 async def test_a_group_that_ends_the_process_costs_no_other(started: Started) -> None:
     pool = await started()
     one, dead, other = await scored(pool, "wait 0.5", "die", "wait 0.6")

@@ -87,6 +87,7 @@ async def test_what_a_function_started_is_killed_with_it(bench: NewBench, tmp_pa
     await until(gone, "the end of the child")
 
 
+@pytest.mark.extra(each=True)
 async def test_named_rewards_of_which_one_counts(bench: NewBench) -> None:
     desk = await launched(
         bench, {"custom_rm_path": "seen", "reward_key": "match"}, process=True, dynamic_sampling_filter_path="keep_by_numpy"
@@ -108,6 +109,7 @@ async def test_a_function_of_whole_groups(bench: NewBench) -> None:
     assert rewards((await desk.outcomes(1))["eval.heldout.0.1"]) == [2.0, 0.0, 1.0]
 
 
+@pytest.mark.extra(each=True)
 async def test_samples_of_one_rollout_are_scored_together(bench: NewBench) -> None:
     desk = await launched(bench, {"custom_rm_path": "sample_or_rollout"})
     await desk.generated("g0", "a", "b", "c", "d", rollouts=(0, 0, 1, 2))
@@ -155,6 +157,7 @@ async def test_filters_and_a_witness_in_slimes_order(bench: NewBench, tmp_path: 
     ]
 
 
+@pytest.mark.extra(each=True)
 async def test_filters_after_a_verifier(bench: NewBench) -> None:
     desk = await launched(bench, {"rm_type": "exact", "reward_timeout": 2.0}, rollout_sample_filter_path="hang_on_sleep")
     await desk.generated("g0", "42", "sleep")
@@ -164,6 +167,7 @@ async def test_filters_after_a_verifier(bench: NewBench) -> None:
     assert rewards((await desk.outcomes(1))["g1"]) == [1.0, 0.0]
 
 
+@pytest.mark.extra(each=True)
 async def test_a_reward_that_a_filter_changes_counts(bench: NewBench) -> None:
     desk = await launched(bench, {"rm_type": "exact"}, rollout_sample_filter_path="double")
     await desk.generated("g0", "42", "41")

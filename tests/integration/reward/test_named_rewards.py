@@ -54,6 +54,7 @@ async def test_a_label_that_would_be_compared_wrongly_fails_the_group(bench: New
     assert 'expected text or a number for dapo to compare with, found {"a": 1}' in await desk.failure("g1")
 
 
+@pytest.mark.extra(each=True)
 async def test_beside_a_teacher_each_sample_without_a_label_has_0_and_the_others_are_compared(bench: NewBench) -> None:
     taught = {"use_opd": True, "opd_type": "megatron", "opd_teacher_load": "teacher"}
     desk = await bench(reward={"rm_type": "exact"}, algorithm=taught)
@@ -81,6 +82,7 @@ async def test_a_remote_reward_gets_what_slime_sends_and_is_asked_again(bench: N
         assert server.asked == [{"prompt": "40+2=", "response": "abc", "label": {"answer": [42]}}] * 2
 
 
+@pytest.mark.extra(each=True)
 async def test_a_remote_reward_that_fails_is_named(bench: NewBench) -> None:
     failing: list[tuple[Any, str]] = [
         (None, "answered with HTTP 500: out of memory"),
@@ -239,6 +241,7 @@ async def test_a_judge_may_be_a_frozen_model_of_the_run(tmp_path: Path, monkeypa
         assert server.asked[0]["model"] == "grader"
 
 
+@pytest.mark.extra(each=True)
 async def test_a_judge_may_answer_in_words_and_one_that_fails_is_named(bench: NewBench) -> None:
     cut = verdict("[[wrong]] is what I would have said, but", finish_reason="length")
     said: list[Any] = [verdict("A brave try. [[Right]]"), verdict("[[maybe]]"), web.Response(status=401, text="no key"), cut]
@@ -286,6 +289,7 @@ async def test_a_judge_compares_the_samples_of_a_group_in_both_orders(bench: New
         assert await desk.failure("g3") == "tournament: group g3 has one sample to be scored: a tournament takes two at least"
 
 
+@pytest.mark.extra(each=True)
 async def test_a_tournament_may_be_one_of_several_rewards(bench: NewBench) -> None:
     def answer(asked: dict[str, Any], number: int) -> Any:
         first, second = asked["messages"][0]["content"].split("|")

@@ -49,7 +49,7 @@ async def test_one_reward_a_response_in_order(started: Started) -> None:
     assert await rewards(pool, ["zeile\n1\u2028", "\x00"], "zeile\n1\u2028", SOON) == [1.0, 0.0]
 
 
-@pytest.mark.parametrize("hang", ["sleep", "spin"])
+@pytest.mark.parametrize("hang", [pytest.param("sleep", marks=pytest.mark.extra), "spin"])
 async def test_a_response_that_is_late_gets_0_and_costs_neither_the_others_nor_the_process(started: Started, hang: str) -> None:
     pool = await started()
     before = pool.processes
@@ -60,6 +60,7 @@ async def test_a_response_that_is_late_gets_0_and_costs_neither_the_others_nor_t
     assert pool.processes == before
 
 
+@pytest.mark.extra
 async def test_a_response_that_holds_up_its_process_gets_0_and_the_others_are_asked_again(started: Started) -> None:
     pool = await started()
     [worker] = pool.processes
@@ -70,6 +71,7 @@ async def test_a_response_that_holds_up_its_process_gets_0_and_the_others_are_as
     assert await rewards(pool, ["a"], "a", SOON) == [1.0]
 
 
+@pytest.mark.extra
 async def test_a_process_that_is_late_to_start_is_no_fault_of_a_response(started: Started, monkeypatch: pytest.MonkeyPatch) -> None:
     pool = await started()
     monkeypatch.setattr(worker_pool, "START_SECONDS", 0.01)
@@ -78,6 +80,7 @@ async def test_a_process_that_is_late_to_start_is_no_fault_of_a_response(started
         await scores_of(pool, ["a", "a"], "a", SOON)
 
 
+@pytest.mark.extra
 async def test_a_hanging_call_holds_up_only_its_own_worker(started: Started) -> None:
     pool = await started(2)
     hanging = asyncio.create_task(rewards(pool, ["sleep"], "a", SOON))
@@ -88,7 +91,7 @@ async def test_a_hanging_call_holds_up_only_its_own_worker(started: Started) -> 
     assert await asyncio.gather(*(rewards(pool, ["a"], "a", SOON) for _ in range(2))) == [[1.0]] * 2
 
 
-@pytest.mark.parametrize("reward", ["nan", "inf", "-inf"])
+@pytest.mark.parametrize("reward", ["nan", *(pytest.param(reward, marks=pytest.mark.extra) for reward in ("inf", "-inf"))])
 async def test_a_reward_that_is_no_finite_number_costs_that_one(started: Started, reward: str) -> None:
     pool = await started()
     scores = await scores_of(pool, ["a", reward], "a", SOON)
@@ -97,7 +100,12 @@ async def test_a_reward_that_is_no_finite_number_costs_that_one(started: Started
 
 
 @pytest.mark.parametrize(
-    ("response", "why"), [("raise", "RuntimeError: cannot read this"), ("memory", "MemoryError"), ("deep", "RecursionError")]
+    ("response", "why"),
+    [
+        ("raise", "RuntimeError: cannot read this"),
+        ("memory", "MemoryError"),
+        pytest.param("deep", "RecursionError", marks=pytest.mark.extra),
+    ],
 )
 async def test_what_a_verifier_raises_over_a_response_costs_that_one(started: Started, response: str, why: str) -> None:
     pool = await started()
@@ -168,6 +176,7 @@ async def test_looping_responses_cost_a_group_none_of_its_right_answers(started:
     assert "12 12" not in (said := capfd.readouterr().err) and len(said) < 2000
 
 
+@pytest.mark.extra
 async def test_a_label_that_takes_for_ever_fails_the_group(started: Started) -> None:
     pool = await started(1, "math_verify", "services.reward.worker")
     with pytest.raises(WorkerFailed, match=r"verifier math_verify: the label was not read within 0\.5 s"):

@@ -66,7 +66,14 @@ TOOL_SAYS = "I do not know. [tool] \\boxed{42} [end] I still do not know."
 TURNS = {0: ["I do not know.", "I still do not know."], 1: ["So \\boxed{42}.", "Thank you."]}
 
 
-@pytest.mark.parametrize(("which", "rewards"), [("own", [0.0, 1.0]), ("last_turn", [0.0, 0.0]), ("full", [1.0, 1.0])])
+@pytest.mark.parametrize(
+    ("which", "rewards"),
+    [
+        ("own", [0.0, 1.0]),
+        pytest.param("last_turn", [0.0, 0.0], marks=pytest.mark.extra),
+        pytest.param("full", [1.0, 1.0], marks=pytest.mark.extra),
+    ],
+)
 async def test_a_tool_that_prints_the_answer_earns_the_model_nothing(bench: NewBench, which: str, rewards: list[float]) -> None:
     desk = await bench(reward={"scored_text": which, "rm_type": "math"})
     await desk.serve()
@@ -75,6 +82,7 @@ async def test_a_tool_that_prints_the_answer_earns_the_model_nothing(bench: NewB
     assert isinstance(outcome, Scored) and outcome.rewards == rewards
 
 
+@pytest.mark.extra(each=True)
 async def test_a_weighted_reward_scores_the_models_own_text_and_shows_a_function_all_of_it(bench: NewBench) -> None:
     function = "tests.support.reward_hooks:turns_and_length"
     weights = {"reward_weights": {"math": 1.0, "custom_rm": 100.0}, "rm_type": "weighted", "custom_rm_path": function}
@@ -161,6 +169,7 @@ async def test_a_store_that_is_away_costs_no_group(bench: NewBench, valkey: Embe
     assert isinstance((await desk.outcomes(1))["g1"], Scored)
 
 
+@pytest.mark.extra(each=True)
 async def test_a_sample_that_is_none_costs_its_group_and_says_why(bench: NewBench) -> None:
     desk = await bench(reward={"rm_type": "exact"})
     process = await desk.launch()

@@ -81,21 +81,27 @@ def nothing_is_left(box: Sandbox) -> Iterator[None]:
     ("source", "status"),
     [
         ("import os\nwhile True:\n    try: os.fork()\n    except OSError: pass", "processes"),
-        (MANY_THREADS, "processes"),
+        pytest.param(MANY_THREADS, "processes", marks=pytest.mark.extra),
         (HOPPING, "cpu_time"),
         ("held = []\nwhile True: held.append(b'x' * (1 << 20))", "memory"),
-        ("bytearray(1 << 40)", "memory"),
-        ("import mmap\nheld = mmap.mmap(-1, 1 << 30)\nfor at in range(0, 1 << 30, 4096): held[at] = 1", "memory"),
-        ("import os\nfor _ in range(4): os.fork()\nheld = b'x' * (30 << 20)\nwhile True: pass", "memory"),
-        ("import itertools\nfor number in itertools.count(): open(f'file{number}', 'w').close()", "memory"),
-        (SPARSE, "memory"),
+        pytest.param("bytearray(1 << 40)", "memory", marks=pytest.mark.extra),
+        pytest.param(
+            "import mmap\nheld = mmap.mmap(-1, 1 << 30)\nfor at in range(0, 1 << 30, 4096): held[at] = 1", "memory", marks=pytest.mark.extra
+        ),
+        pytest.param(
+            "import os\nfor _ in range(4): os.fork()\nheld = b'x' * (30 << 20)\nwhile True: pass", "memory", marks=pytest.mark.extra
+        ),
+        pytest.param(
+            "import itertools\nfor number in itertools.count(): open(f'file{number}', 'w').close()", "memory", marks=pytest.mark.extra
+        ),
+        pytest.param(SPARSE, "memory", marks=pytest.mark.extra),
         (UNREAD, "memory"),
-        ("while True: pass", "cpu_time"),
-        ("import os\nfor _ in range(2): os.fork()\nwhile True: pass", "cpu_time"),
+        pytest.param("while True: pass", "cpu_time", marks=pytest.mark.extra),
+        pytest.param("import os\nfor _ in range(2): os.fork()\nwhile True: pass", "cpu_time", marks=pytest.mark.extra),
         (f"{DEAF}\nwhile True: pass", "cpu_time"),
         ("while True: print('x' * 1000)", "output"),
-        ("import os\nwhile True: os.write(2, b'x' * 1000)", "output"),
-        ("import os\nwhile True: os.write(3, b'x' * 1000)", "output"),
+        pytest.param("import os\nwhile True: os.write(2, b'x' * 1000)", "output", marks=pytest.mark.extra),
+        pytest.param("import os\nwhile True: os.write(3, b'x' * 1000)", "output", marks=pytest.mark.extra),
         ("import os, signal; os.kill(os.getpid(), signal.SIGSEGV)", "signal"),
     ],
 )
@@ -111,9 +117,11 @@ def test_limits_hold_a_program_back(box: Sandbox, source: str, status: Status) -
 @pytest.mark.parametrize(
     "source",
     [
-        "import time; time.sleep(1000)",
+        pytest.param("import time; time.sleep(1000)", marks=pytest.mark.extra),
         "import os, signal; os.kill(os.getpid(), signal.SIGSTOP)",
-        "import signal, time\nsignal.signal(signal.SIGTERM, signal.SIG_IGN)\nwhile True: time.sleep(100)",
+        pytest.param(
+            "import signal, time\nsignal.signal(signal.SIGTERM, signal.SIG_IGN)\nwhile True: time.sleep(100)", marks=pytest.mark.extra
+        ),
     ],
 )
 def test_whoever_waits_or_stops_is_ended_by_the_clock(box: Sandbox, source: str) -> None:
@@ -121,6 +129,7 @@ def test_whoever_waits_or_stops_is_ended_by_the_clock(box: Sandbox, source: str)
     assert found.status == "wall_time" and found.wall_s >= 0.3
 
 
+@pytest.mark.extra
 def test_1_gb_of_output_is_cut_off(box: Sandbox) -> None:
     found = shell(box, "head -c 1000000000 /dev/zero")
     assert (found.status, found.truncated, found.stdout) == ("output", True, bytes(LIMITS.output_bytes))
@@ -129,9 +138,9 @@ def test_1_gb_of_output_is_cut_off(box: Sandbox) -> None:
 @pytest.mark.parametrize(
     "line",
     [
-        "setsid sleep 1000 & exit 3",
+        pytest.param("setsid sleep 1000 & exit 3", marks=pytest.mark.extra),
         "(setsid sh -c 'trap \"\" TERM HUP INT; sleep 1000' &) ; exit 3",
-        "for i in 1 2 3; do (sleep 1000 &) & done; exit 3",
+        pytest.param("for i in 1 2 3; do (sleep 1000 &) & done; exit 3", marks=pytest.mark.extra),
         "sleep 1000 & kill -STOP $!; exit 3",
     ],
 )
@@ -140,7 +149,7 @@ def test_daemons_end_with_their_program(box: Sandbox, line: str) -> None:
     assert (found.status, found.exit_code) == ("exit_code", 3)
 
 
-@pytest.mark.parametrize("number", [2, 9, 15, 19])
+@pytest.mark.parametrize("number", [9, 15, *(pytest.param(number, marks=pytest.mark.extra) for number in (2, 19))])
 def test_signals_do_not_reach_the_supervisor(box: Sandbox, number: int) -> None:
     found = python(box, f"import os; os.kill(1, {number})")
     assert found.ok or b"PermissionError" in found.stderr
@@ -221,6 +230,7 @@ def test_the_work_folder_is_limited(box: Sandbox) -> None:
     assert shell(box, "rm -f part*").ok
 
 
+@pytest.mark.extra
 def test_what_lies_in_the_work_folder_counts_as_memory(box: Sandbox) -> None:
     filled = python(box, "open('part', 'wb').write(bytes(15 << 20))\nheld = b'x' * (118 << 20)\nimport time; time.sleep(20)")
     assert filled.status == "memory"

@@ -49,16 +49,23 @@ async def test_a_conversation_of_edits_and_tests(tools: CodingTools) -> None:
     ("name", "arguments", "answer"),
     [
         ("rm", "{}", "error: there is no tool 'rm'; use write_file, read_file, edit_file, run_file, run_tests"),
-        ("__class__", "{}", "error: there is no tool '__class__'"),
+        pytest.param("__class__", "{}", "error: there is no tool '__class__'", marks=pytest.mark.extra),
         ("write_file", "{", "error: the arguments are no JSON"),
-        ("write_file", "[]", "error: the arguments must be a JSON object"),
-        ("write_file", '{"path": "a"}', "error: content is missing"),
-        ("write_file", '{"path": 1, "content": ""}', "error: path has to be text"),
-        ("write_file", '{"path": "a", "content": "", "mode": "w"}', "error: expected an object with path, content"),
-        ("write_file", '{"path": "a\\u0000", "content": ""}', "error: a path holds no zero bytes"),
+        pytest.param("write_file", "[]", "error: the arguments must be a JSON object", marks=pytest.mark.extra),
+        pytest.param("write_file", '{"path": "a"}', "error: content is missing", marks=pytest.mark.extra),
+        pytest.param("write_file", '{"path": 1, "content": ""}', "error: path has to be text", marks=pytest.mark.extra),
+        pytest.param(
+            "write_file",
+            '{"path": "a", "content": "", "mode": "w"}',
+            "error: expected an object with path, content",
+            marks=pytest.mark.extra,
+        ),
+        pytest.param("write_file", '{"path": "a\\u0000", "content": ""}', "error: a path holds no zero bytes", marks=pytest.mark.extra),
         ("write_file", '{"path": "/usr/a", "content": ""}', "error: /usr/a: "),
         ("read_file", '{"path": "../etc/shadow"}', "error: ../etc/shadow: No such file or directory"),
-        ("edit_file", '{"path": "none", "old": "a", "new": "b"}', "error: none: No such file or directory"),
+        pytest.param(
+            "edit_file", '{"path": "none", "old": "a", "new": "b"}', "error: none: No such file or directory", marks=pytest.mark.extra
+        ),
         ("run_file", '{"path": "-c"}', "ended with exit code 2"),
         ("run_tests", "", "0 of 2 tests passed"),
     ],
@@ -96,7 +103,12 @@ def said(content: str | None = None, **call: Any) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(
-    ("code", "reward"), [("def add(a, b): return a + b", 1.0), ("def add(a, b): return 3", 0.5), ("import os; os._exit(0)", 0.0)]
+    ("code", "reward"),
+    [
+        ("def add(a, b): return a + b", 1.0),
+        pytest.param("def add(a, b): return 3", 0.5, marks=pytest.mark.extra),
+        ("import os; os._exit(0)", 0.0),
+    ],
 )
 async def test_the_example_is_rewarded_by_what_its_file_does(box: object, code: str, reward: float) -> None:
     turns = [

@@ -124,6 +124,7 @@ def test_a_replica_removes_what_nobody_of_its_site_uses_any_more(training: Train
     assert not whole.exists() and whole.with_name(".v000000.lock").exists() and not list(site.glob("*/.v000000.used"))
 
 
+@pytest.mark.extra
 def test_an_upload_has_time_as_long_as_it_flows(monkeypatch: pytest.MonkeyPatch) -> None:
     received = []
 

@@ -67,6 +67,7 @@ def test_each_role_says_how_far_it_has_saved(exchange: ActorCriticExchange) -> N
     assert (exchange.saved("critic"), exchange.saved("actor")) == (12, 0)
 
 
+@pytest.mark.extra
 def test_a_full_store_is_named_and_written_to_once_it_has_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     server = EmbeddedValkey(tmp_path, max_bytes=8 << 20)
     server.start()

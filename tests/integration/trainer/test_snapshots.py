@@ -106,7 +106,7 @@ def new_bench(
     runtime.stop()
 
 
-@pytest.mark.parametrize(("dtype", "encoding"), [("float32", "xor"), ("bfloat16", "overwrite")])
+@pytest.mark.parametrize(("dtype", "encoding"), [pytest.param("float32", "xor", marks=pytest.mark.extra), ("bfloat16", "overwrite")])
 def test_every_version_of_a_training_comes_back_to_the_bit(dtype: str, encoding: str, new_bench: NewBench, tmp_path: Path) -> None:
     bench = new_bench(
         dtype,
@@ -162,6 +162,7 @@ def test_a_trainer_that_comes_back(new_bench: NewBench, tmp_path: Path) -> None:
     assert {path.name for path in bench.snapshots.directory.iterdir()} == {CURRENT, *(f"v{v:06d}" for v in (0, 1, 2, 4, 5))}
 
 
+@pytest.mark.extra
 def test_a_replica_that_cannot_have_a_version_gets_a_whole_one(new_bench: NewBench) -> None:
     bench = new_bench(update_weight_transport="disk", update_weight_mode="delta")
     for version in (0, 1):
@@ -191,6 +192,7 @@ def test_what_is_live_without_pushes(new_bench: NewBench) -> None:
     assert bench.kept("live", WeightsLive).version == 4
 
 
+@pytest.mark.extra
 def test_snapshots_beside_pushes_are_rare(new_bench: NewBench) -> None:
     bench = new_bench(snapshot_interval=2, update_weight_dtype="bfloat16")
     assert [bench.writer.due(version) for version in (0, 1, 2)] == [False, False, True]
@@ -202,6 +204,7 @@ def test_snapshots_beside_pushes_are_rare(new_bench: NewBench) -> None:
     assert not new_bench(snapshot_interval=0, update_weight_dtype="bfloat16").writer.due(100)
 
 
+@pytest.mark.extra
 def test_a_full_disk_ends_no_training(new_bench: NewBench, monkeypatch: pytest.MonkeyPatch) -> None:
     bench = new_bench(update_weight_transport="disk", update_weight_mode="delta")
     bench.writer.write(0)

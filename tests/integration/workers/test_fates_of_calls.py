@@ -56,14 +56,20 @@ OTHERS = ("wait 1.0", "wait 1.1")
         pytest.param("spin in a group", CallBlocked, "in _spin: BlockedCall", (1, 1), marks=extra),
         pytest.param("swallow", WorkerDied, "process was killed: a call held it up for", (1, 2), marks=extra),
         ("hold the interpreter", WorkerDied, "process was killed: a call held it up for", (1, 2)),
-        ("leave", WorkerFailed, r"CallExit: os\._exit\(3\)", (1, 1)),
+        pytest.param("leave", WorkerFailed, r"CallExit: os\._exit\(3\)", (1, 1), marks=extra),
         pytest.param("leave in a thread", WorkerFailed, r"CallExit: os\._exit\(3\)", (1, 1), marks=extra),
         pytest.param("exit", WorkerFailed, "SystemExit: 4", (1, 1), marks=extra),
         pytest.param("exit in a task", WorkerFailed, "CallExit: SystemExit: 4", (1, 1), marks=extra),
         pytest.param(
             "crash", WorkerDied, "ended in the middle of a call: Fatal Python error: Segmentation fault, File", (1, 2), marks=extra
         ),
-        ("crash in a thread", WorkerDied, "ended in the middle of a call: Fatal Python error: Segmentation fault, File", (1, 2)),
+        pytest.param(
+            "crash in a thread",
+            WorkerDied,
+            "ended in the middle of a call: Fatal Python error: Segmentation fault, File",
+            (1, 2),
+            marks=extra,
+        ),
         pytest.param("stop the loop", WorkerDied, "process ended in the middle of a call", (2, 2), marks=extra),
     ],
 )
@@ -93,6 +99,7 @@ async def test_a_call_that_hangs_holds_up_nobody(started: Started, tmp_path: Pat
     assert begun(tmp_path) == {what: 3, "wait until told": 2, "wait 0": 1}
 
 
+@extra
 async def test_a_process_that_a_call_forks_answers_nothing(started: Started, tmp_path: Path) -> None:
     pool = await started()
     first, other = await asyncio.gather(ask(pool, "fork"), ask(pool, "wait 0.6"))
@@ -100,6 +107,7 @@ async def test_a_process_that_a_call_forks_answers_nothing(started: Started, tmp
     assert begun(tmp_path) == {"fork": 1, "wait 0.6": 1, "wait 0": 1}
 
 
+@extra
 async def test_a_late_call_beside_one_that_blocks_does_not_end_the_process(started: Started, tmp_path: Path) -> None:
     pool = await started(block_s=4.0)
     bad, late, other = await asyncio.gather(ask(pool, "sleep"), ask(pool, "hang", 1.0), ask(pool, "wait 0.5"), return_exceptions=True)
