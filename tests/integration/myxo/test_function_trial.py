@@ -49,7 +49,13 @@ class Wrong:
 
 
 IN_RUNS = ("raises", "the same for everything")
-SELDOM = ("a coroutine is not awaited", "an answer is not awaited", "too few log-probs", "a loss of another shape", "a loss that is not finite")
+SELDOM = (
+    "a coroutine is not awaited",
+    "an answer is not awaited",
+    "too few log-probs",
+    "a loss of another shape",
+    "a loss that is not finite",
+)
 """Of the table: what another row of the same hook stands for."""
 
 RM, LOSS = "--custom-rm-path", ("--loss-type", "custom_loss")
