@@ -266,7 +266,6 @@ async def test_the_trainers_own_link_works_with_its_account(
     assert "Violation" not in servers.nats.log_path.read_text()
 
 
-@pytest.mark.extra
 async def test_a_service_on_the_wrong_account_or_without_one_says_so_and_ends(
     servers: GuardedServers, roles: Roles, tiny_model: Path, tmp_path: Path
 ) -> None:
