@@ -300,7 +300,7 @@ class Supervisor:
         error, lived = service.killed_for or (f"{cause(code)}: {words}" if words else cause(code)), now - child.started_s
         service.killed_for = ""
         ready = service.ready or (service.spec.foreign and lived >= service.backoff.healthy)
-        again = service.note_death(now, lived, ready, error)
+        again = service.note_death(now, lived, ready or excused, error)
         if not excused and service.same.died(code, words, steps):
             same = service.same.count >= MOST_SAME
             deaths = service.same.count if same else service.same.deaths

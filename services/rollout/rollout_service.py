@@ -100,7 +100,6 @@ class GeneratedTokens:
         return self.total
 
 
-PROFILE_DIRECTORY = "profile"  # where traces lie, in the run's directory; below it those of each replica
 STEP_POLL_INTERVAL_S = 0.5  # the interval at which the run's step is read
 PROFILE_START_SECONDS = 60.0
 
@@ -114,14 +113,15 @@ async def profile_engine(service: Service, replica: Replica) -> None:
     if step >= debug.profile_step_end:
         service.log.warning("engine_not_profiled", step=step, profile_step_end=debug.profile_step_end)
         return
-    directory, client = str((service.config.run.root / PROFILE_DIRECTORY / service.instance).absolute()), replica.client
+    directory, client = (service.config.run.root / "profile" / service.instance).absolute(), replica.client
     assert client is not None  # of a replica that serves
     activities = ["CPU", "GPU"] if devices.resolve(service.config.rollout.rollout_device) == "cuda" else ["CPU"]
-    request = {"output_dir": directory, "num_steps": debug.profile_engine_steps, "activities": activities}
+    request = {"output_dir": str(directory), "num_steps": debug.profile_engine_steps, "activities": activities}
     try:
+        directory.mkdir(parents=True, exist_ok=True)  # an engine that cannot, at the end of its trace, dies of it
         await client.transport.post("/start_profile", request, PROFILE_START_SECONDS, "nothing is traced")
-        service.log.info("engine_profiled", step=step, directory=directory, forward_passes=debug.profile_engine_steps)
-    except MyxoError as error:
+        service.log.info("engine_profiled", step=step, directory=str(directory), forward_passes=debug.profile_engine_steps)
+    except (MyxoError, OSError) as error:
         service.log.error("engine_not_profiled", step=step, error=str(error))
 
 
