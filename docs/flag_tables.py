@@ -85,6 +85,7 @@ CHOICES: dict[str, list[str]] = {
     "softmax_type": ["vanilla", "off-by-one", "learnable"],
     "rope_type": ["rope", "yarn"],
     "moe_router_score_function": ["softmax", "sigmoid"],
+    "transformer_impl": ["local", "transformer_engine"],
     "moe_router_load_balancing_type": ["none", "aux_loss", "seq_aux_loss", "global_aux_loss"],
     "main_grads_dtype": ["fp32", "bf16"],
     "main_params_dtype": ["fp32", "fp16"],
@@ -121,10 +122,12 @@ SPELLINGS: dict[str, tuple[str, Any]] = {
 }
 
 DEFAULTS: dict[str, Any] = {
+    "transformer_impl": "local",
     "moe_router_dtype": "fp32",
     "moe_token_dispatcher_type": "alltoall",
     "moe_router_bias_update_rate": 0.0,
     "bias_activation_fusion": "true on GPUs",
+    "optimizer_offload_fraction": 1.0,
     "main_grads_dtype": "fp32",
     "main_params_dtype": "fp32",
     "exp_avg_dtype": "fp32",
@@ -255,9 +258,11 @@ _REASONS = {
         "muon_tp_mode muon_extra_scale_factor"
     ),
     "attention and context parallelism are over packed sequences, split by Myxo": (
-        "max_seqlen_per_dp_cp_rank hybrid_context_parallel hierarchical_context_parallel_sizes"
+        "max_seqlen_per_dp_cp_rank hybrid_context_parallel hierarchical_context_parallel_sizes fused_single_qkv_rope"
     ),
-    "log-probs are computed in chunks by Myxo; see docs/algorithms.md": "cross_entropy_loss_fusion cross_entropy_fusion_impl",
+    "log-probs are computed in chunks by Myxo; see docs/algorithms.md": (
+        "cross_entropy_loss_fusion cross_entropy_fusion_impl defer_embedding_wgrad_compute wgrad_deferral_limit"
+    ),
     "use num_rollout: a step is a rollout batch": "train_iters train_samples",
     "use eval_prompt_data and eval_interval": "eval_iters",
     "use num_rollout": "exit_interval",
@@ -267,7 +272,9 @@ _REASONS = {
     "it is for Megatron's own tests": "test_mode",
     "set where pipelines are interleaved, and only there": "overlap_p2p_comm",
     "unset where pipelines are interleaved, and only there": "batch_p2p_comm",
-    "it needs Megatron's own schedule of a training step": "overlap_moe_expert_parallel_comm",
+    "it needs Megatron's own schedule of a training step": (
+        "overlap_moe_expert_parallel_comm delay_wgrad_compute ep_overlap_early_attn_memory_release"
+    ),
     "use use_rollout_routing_replay or use_routing_replay": "moe_enable_routing_replay",
     "weights are held, saved and pushed in train_dtype": "fp8_param fp8_param_gather fp4_param",
     "use virtual_pipeline_model_parallel_size": "num_layers_per_virtual_pipeline_stage num_virtual_stages_per_pipeline_rank",
@@ -289,23 +296,24 @@ _OF_TRANSFORMER_ENGINE = (
     "fp8_dot_product_attention fp8_multi_head_attention fp8_quantizer_factory first_last_layers_bf16 num_layers_at_start_in_bf16 "
     "num_layers_at_end_in_bf16 tp_only_amax_red fp4 fp4_recipe fp4_quantizer_factory tp_comm_overlap tp_comm_bulk_wgrad "
     "tp_comm_bulk_dgrad tp_comm_overlap_ag tp_comm_overlap_rs tp_comm_overlap_rs_dgrad tp_comm_split_ag tp_comm_split_rs "
-    "tp_comm_atomic_ag tp_comm_atomic_rs tp_comm_overlap_disable_qkv tp_comm_bootstrap_backend moe_grouped_gemm moe_permute_fusion "
-    "moe_router_fusion moe_router_padding_for_fp8 moe_router_padding_for_quantization delay_wgrad_compute use_te_rng_tracker "
-    "use_te_activation_func apply_rope_fusion fused_single_qkv_rope use_kitchen use_kitchen_attention kitchen_attention_backend "
+    "tp_comm_atomic_ag tp_comm_atomic_rs tp_comm_overlap_disable_qkv tp_comm_bootstrap_backend moe_grouped_gemm "
+    "moe_router_padding_for_fp8 moe_router_padding_for_quantization use_te_rng_tracker "
+    "use_te_activation_func use_kitchen use_kitchen_attention kitchen_attention_backend "
     "activation_func_fp8_input_store persist_layer_norm memory_efficient_layer_norm reuse_grad_buf_for_mxfp8_param_ag "
     "disable_parameter_transpose_cache fine_grained_activation_offloading offload_modules min_offloaded_tensor_size cpu_offloading "
     "cpu_offloading_num_layers cpu_offloading_activations cpu_offloading_weights cpu_offloading_double_buffering"
 )
 
 TRANSFORMER_ENGINE = frozenset(_OF_TRANSFORMER_ENGINE.split())
-"""Fields that only Transformer Engine's layers look at: another value than the default is refused where it is not installed."""
+"""Fields that only Transformer Engine's layers look at: another value than the default is refused beside local ones."""
 
 _KERNELS = (
-    "attention_backend cp_comm_type moe_grouped_gemm moe_permute_fusion moe_router_fusion apply_rope_fusion fused_single_qkv_rope "
-    "persist_layer_norm memory_efficient_layer_norm delay_wgrad_compute tp_comm_overlap tp_comm_bulk_wgrad tp_comm_bulk_dgrad "
+    "attention_backend cp_comm_type moe_grouped_gemm moe_permute_fusion moe_router_fusion apply_rope_fusion "
+    "persist_layer_norm memory_efficient_layer_norm tp_comm_overlap tp_comm_bulk_wgrad tp_comm_bulk_dgrad "
     "tp_comm_overlap_ag tp_comm_overlap_rs tp_comm_overlap_rs_dgrad tp_comm_split_ag tp_comm_split_rs tp_comm_atomic_ag tp_comm_atomic_rs "
     "tp_comm_overlap_disable_qkv tp_comm_bootstrap_backend"
 )
 
 KERNELS = frozenset(_KERNELS.split())
-"""Those of `TRANSFORMER_ENGINE` that only choose how the same values are computed: without it they have no effect."""
+"""Fields that only choose among Transformer Engine's kernels for the same values: without them they have no effect. Those that are not in
+`TRANSFORMER_ENGINE` do so in local layers, too."""

@@ -49,15 +49,12 @@ fields. Values are checked where the command is given, without Megatron or torch
   values. So a script written for another size does not train the wrong model.
 - **Nothing is ignored in silence.** An unknown flag is refused with the nearest one, a flag that means nothing here with the reason and
   what to use instead, another value than Myxo's own with the reason for it. A flag that changes no value, only where memory lies or which
-  kernels run, is accepted; where it has no effect, the start says so. What needs Transformer Engine is refused where that is
-  not installed. slime's own flags: [coming-from-slime.md](coming-from-slime.md).
+  kernels run, is accepted; where it has no effect, the start says so. What only Transformer Engine's layers have is refused without
+  `--transformer-impl transformer_engine`: layers are local otherwise, also where it is installed. slime's own flags:
+  [coming-from-slime.md](coming-from-slime.md).
 - **A switch** is given as `--name`, `--no-name` or `--name false`; a list as words, or as scripts write it, `--moe-layer-freq
   [0]*1+[1]*27`.
 - **Frozen with the run** like every field: `myxo up --print-config` shows them, and a resumed run with others is refused.
-
-With a Megatron-LM checkout on the `PYTHONPATH` its own parser reads the flags too, when the trainer starts; the command line then lets
-through what this catalogue does not have. A flag that only that parser knows must be a field of a dataclass of the same name: all others
-steer Megatron's own training loop, which does not run here, and are refused.
 
 The catalogue, `shared/config/megatron_flags.json`, is made from the dataclasses of megatron-core {version} and from
 `docs/flag_tables.py` by `python -m docs.flags`, too; CI checks that it is current.

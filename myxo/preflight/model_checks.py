@@ -170,9 +170,8 @@ def check_awareness(inspection: Inspection) -> Findings:
 
 def _fewer_bits(trainer: TrainerSection) -> Findings:
     """Yields why training cannot compute in 8 or 4 bits."""
-    given, local = trainer.megatron, trainer.megatron.get("transformer_impl") != "transformer_engine"
-    scaled = {flag: value for flag, value in given.items() if flag == "fp4" or (flag, value) == ("fp8_recipe", "mxfp8")}
-    asked = scaled or {flag: value for flag, value in given.items() if flag == "fp8" and value}
+    scaled = {flag: value for flag, value in trainer.megatron.items() if flag == "fp4" or (flag, value) == ("fp8_recipe", "mxfp8")}
+    asked = scaled or {flag: value for flag, value in trainer.megatron.items() if flag == "fp8" and value}
     least, what = (BLOCK_SCALED, "MXFP8 and NVFP4 want") if scaled else (FLOAT8[0], "8-bit floats want")
     for flag, value in list(asked.items())[:1]:
         if any(one < least for one in devices.gpu_capabilities()):
@@ -180,9 +179,6 @@ def _fewer_bits(trainer: TrainerSection) -> Findings:
             yield ConfigError(f"trainer.megatron.{flag}", value, wanted)
         elif devices.resolve(trainer.train_device) == "cpu":
             yield ConfigError(f"trainer.megatron.{flag}", value, f"none on a CPU: {what} GPUs of compute capability {least} or more")
-        elif local and given.get(flag.partition("_")[0]):
-            wanted = "none, or transformer_impl = transformer_engine: the layers of Megatron's own compute in train_dtype alone"
-            yield ConfigError(f"trainer.megatron.{flag}", value, wanted)
 
 
 def _by_torchao(trainer: TrainerSection) -> Findings:
@@ -257,7 +253,7 @@ def check_training(inspection: Inspection) -> Findings:
 
 
 def check_megatron_flags(inspection: Inspection) -> Findings:
-    """Yields which of Megatron's architecture flags differ from the checkpoint, and what needs Transformer Engine where that is missing."""
+    """Yields which of Megatron's architecture flags differ from the checkpoint, and what needs Transformer Engine where it is missing."""
     given, catalogue = inspection.config.trainer.megatron, flag_table.catalogue()
     if (architecture := inspection.architecture) is not None:
         spec = inspection.config.trainer.spec
@@ -270,8 +266,8 @@ def check_megatron_flags(inspection: Inspection) -> Findings:
                 yield Note(f"--spec {' '.join(spec)} changes nothing: {architecture.model_type} has the same layers of its own")
         described = {name: value for name, value in given.items() if name in catalogue and "architecture" in catalogue[name].groups}
         yield from architecture_flags.differences(described, architecture)
+    yield from flag_table.missing_engine(given, here=inspection.starts)
     if inspection.starts:
-        yield from flag_table.missing_engine(given)
         yield from (Note(f"{flag} changes nothing: {reason}") for flag, reason in flag_table.without_effect(given))
 
 

@@ -58,8 +58,8 @@ class Flag:
         ignored: whether every value of its kind is accepted without effect.
         sets: takes the value and returns the fields that the flag stands for. variable: the environment variable that is set in their
             place: what no config may hold. yields: whether what another such flag sets stands over it.
-        engine: whether only Transformer Engine's layers use it. kernels: whether it only chooses among kernels of Transformer Engine's,
-            so that without them it has no effect.
+        engine: whether only Transformer Engine's layers use it. kernels: whether it only chooses among kernels of Transformer Engine's
+            (in local layers, too, unless ``engine``), so that without them it has no effect.
     """
 
     name: str
@@ -91,7 +91,7 @@ class Flag:
             return FlagClass("refused", self.reason)
         if self.groups == ("architecture",):
             return FlagClass("taken", "compared with the checkpoint")
-        return FlagClass("taken", "passed on to Megatron" + (", where Transformer Engine is installed" if self.engine else ""))
+        return FlagClass("taken", "passed on to Megatron" + (", for Transformer Engine's layers" if self.engine else ""))
 
     @property
     def refused(self) -> bool:
@@ -361,29 +361,30 @@ def has_deepep() -> bool:
     return importlib.util.find_spec("deep_ep") is not None
 
 
-def missing_engine(given: Mapping[str, Any]) -> Iterator[ConfigError]:
-    """Yields an error for each flag that needs Transformer Engine if that is not installed. ``given``: name → value."""
-    if has_engine():
-        return
+def missing_engine(given: Mapping[str, Any], here: bool = True) -> Iterator[ConfigError]:
+    """Yields an error for each flag that Transformer Engine's layers alone have beside local ones, and for those layers where, ``here``, it
+    is not installed. ``given``: name → value."""
+    if (chosen := given.get("transformer_impl") == "transformer_engine") and here and not has_engine():
+        yield ConfigError("trainer.megatron.transformer_impl", "transformer_engine", "local; Transformer Engine is not installed")
     for name, value in given.items():
         flag = catalogue().get(name)
-        if name == "transformer_impl" and value == "transformer_engine":
-            yield ConfigError(f"trainer.megatron.{name}", value, "local; Transformer Engine is not installed")
-        elif flag is not None and flag.engine and not flag.kernels and value != flag.default:
-            yield ConfigError(f"trainer.megatron.{name}", value, "Transformer Engine has it, which is not installed; leave it out")
+        if flag is not None and flag.engine and not flag.kernels and value != flag.default and not chosen:
+            expected = "leave it out, or transformer_impl = transformer_engine beside it: Transformer Engine's layers alone have it"
+            yield ConfigError(f"trainer.megatron.{name}", value, expected)
 
 
 def without_effect(given: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     """Yields each flag that changes nothing in this installation, and why. ``given``: name → value."""
-    engine, deepep = has_engine(), has_deepep()
+    engine, deepep, chosen = has_engine(), has_deepep(), given.get("transformer_impl") == "transformer_engine"
+    of = "'s layers, and transformer_impl is local" if engine else ", which is not installed"
     for name, value in given.items():
         flag = catalogue().get(name)
         if flag is not None and flag.ignored:
             yield flag.command_line[0], flag.reason
         elif flag is not None and not deepep and (name in OF_DEEPEP or (name, value) == ("moe_token_dispatcher_type", "flex")):
             yield flag.command_line[0], "DeepEP is not installed: tokens go to their experts by all-to-all; the values are the same"
-        elif flag is not None and flag.kernels and value != flag.default and not engine:
-            yield flag.command_line[0], "it chooses among kernels of Transformer Engine's, which is not installed; the values are the same"
+        elif flag is not None and flag.kernels and value != flag.default and not (engine and (chosen or not flag.engine)):
+            yield flag.command_line[0], f"it chooses among kernels of Transformer Engine{of}; the values are the same"
 
 
 @cache

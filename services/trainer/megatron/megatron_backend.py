@@ -134,16 +134,15 @@ class MegatronFlags:
 def resolve(given: Mapping[str, Any]) -> MegatronFlags:
     """Sorts and types the flags of ``[trainer.megatron]``.
 
-    Raises ConfigError: an unknown or refused flag, a wrong value, one that this machine lacks Transformer Engine for, or one that steers
-    Megatron's own training loop.
+    Raises ConfigError: an unknown or refused flag, a wrong value, or one that needs Transformer Engine's layers where they are not.
     """
-    flags = MegatronFlags()
-    for name, value in flag_table.canonical(given).items():
-        for problem in flag_table.missing_engine({name: value}):
-            raise problem
-        if any(flag_table.without_effect({name: value})):
-            continue
-        for group in flag_table.catalogue()[name].groups:
+    flags, plain = MegatronFlags(), flag_table.canonical(given)
+    for problem in flag_table.missing_engine(plain):
+        raise problem
+    ignored = {spelled for spelled, _ in flag_table.without_effect(plain)}
+    for name, value in plain.items():
+        flag = flag_table.catalogue()[name]
+        for group in () if flag.command_line[0] in ignored else flag.groups:
             getattr(flags, group)[name] = value if group == "architecture" else converted(group, name, value)
     return flags
 

@@ -12,6 +12,7 @@ from docs import flag_tables, megatron_catalogue
 from docs.flags import CATALOGUE
 from services.trainer.megatron import megatron_backend
 from shared.config import flag_table
+from shared.config.trainer_section import OptimizerState
 from shared.runtime.errors import ConfigError
 from tests.support.run_config import run_config
 from tests.unit.trainer.megatron.tiny import make_checkpoint
@@ -80,14 +81,40 @@ def test_the_actor_gets_what_is_given_and_the_checkpoint_is_compared(tmp_path: P
         megatron_backend.check_architecture(megatron_backend.resolve(wrong.trainer.megatron), tmp_path / "model")
 
 
-def test_what_needs_transformer_engine_is_refused_without_it() -> None:
-    try:
-        import transformer_engine  # noqa: F401
-    except ImportError:
-        pass
-    else:
-        pytest.skip("Transformer Engine is installed")
+@pytest.mark.parametrize("installed", [False, True])
+def test_what_only_transformer_engines_layers_have_is_told_or_refused_beside_local_ones(
+    installed: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Installed or not: layers are local unless the flags say otherwise. Only kernels that local layers take, too, are of use to them."""
+    monkeypatch.setattr(flag_table, "has_engine", lambda: installed)
     assert megatron_backend.resolve({"attention_backend": "auto", "no_rope_fusion": True, "moe_grouped_gemm": False}).transformer
-    assert megatron_backend.resolve({"attention_backend": "flash", "moe_permute_fusion": True}).transformer == {}  # only kernels
-    with pytest.raises(ConfigError, match=r"trainer.megatron.fp8 = 'hybrid': Transformer Engine has it, which is not installed"):
+    given = {"attention_backend": "flash", "persist_layer_norm": True, "moe_permute_fusion": True}
+    taken = {"moe_permute_fusion": True} if installed else {}
+    assert megatron_backend.resolve(given).transformer == taken
+    told = dict(flag_table.without_effect(given))
+    assert len(told) == len(given) - len(taken)
+    assert all(("transformer_impl is local" if installed else "not installed") in reason for reason in told.values())
+    with pytest.raises(ConfigError, match=r"trainer.megatron.fp8 = 'hybrid': .*transformer_impl = transformer_engine beside it"):
         megatron_backend.resolve({"fp8_format": "hybrid"})
+    engine = given | {"transformer_impl": "transformer_engine", "fp8": "hybrid"}
+    if installed:
+        assert megatron_backend.resolve(engine).transformer.keys() == engine.keys() and not dict(flag_table.without_effect(engine))
+    else:
+        with pytest.raises(ConfigError, match="transformer_impl = 'transformer_engine': local; Transformer Engine is not installed"):
+            megatron_backend.resolve(engine)
+        assert [*flag_table.missing_engine(engine, here=False)] == []
+
+
+@pytest.mark.parametrize(
+    "flag", ["defer_embedding_wgrad_compute", "delay_wgrad_compute", "ep_overlap_early_attn_memory_release", "fused_single_qkv_rope"]
+)
+def test_what_no_training_step_of_ours_can_do_is_refused(flag: str) -> None:
+    with pytest.raises(ConfigError, match=flag):
+        megatron_backend.resolve({flag: True})
+
+
+def test_defaults_are_what_a_run_has() -> None:
+    catalogue = flag_table.catalogue()
+    keeping = OptimizerState.of({"optimizer_cpu_offload": True})
+    assert keeping is not None and keeping.offload_fraction == catalogue["optimizer_offload_fraction"].default
+    assert (catalogue["transformer_impl"].default, *catalogue["transformer_impl"].choices) == ("local", "local", "transformer_engine")
