@@ -60,14 +60,18 @@ def declare_tool(command: argparse.ArgumentParser) -> None:
     command.set_defaults(run_command=run_tool)
 
 
-def run_tool(parsed: argparse.Namespace, console: Console) -> int:
-    """Runs the tool to its end; returns its exit code. Raises BadInput where the code of its service is not here."""
-    module = MODULES[parsed.command]
+def module_command(module: str, options: list[str]) -> list[str]:
+    """Returns the command of a service's module. Raises BadInput where the code of its service is not here."""
     package = ".".join(module.split(".")[:2])
     if importlib.util.find_spec(package) is None:
-        image, words = package.rpartition(".")[2], " ".join([module, *parsed.options])
+        image, words = package.rpartition(".")[2], " ".join([module, *options])
         raise BadInput(f"this runs in the {image}'s image: docker compose run --rm --no-deps {image} python -m {words}")
-    process = subprocess.Popen([sys.executable, "-m", module, *parsed.options])
+    return [sys.executable, "-m", module, *options]
+
+
+def run_tool(parsed: argparse.Namespace, console: Console) -> int:
+    """Runs the tool to its end; returns its exit code. Raises BadInput as `module_command`."""
+    process = subprocess.Popen(module_command(MODULES[parsed.command], parsed.options))
     while True:
         try:
             code = process.wait()

@@ -3,13 +3,12 @@
 import argparse
 import shutil
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 
-from myxo.commands.command_arguments import add_run, count
+from myxo.commands.command_arguments import MODULES, add_run, count, module_command
 from myxo.preflight import Source
 from myxo.run import run_directory
 from myxo.run.run_directory import CHECKPOINTS, RunDirectory, checkpoints
@@ -23,7 +22,7 @@ from shared.hub import hub_resolve
 from shared.runtime import exit_codes
 from shared.runtime.errors import ConfigError, MyxoError, raise_problems
 
-CONVERT, CONVERT_SECONDS = "services.trainer.convert_command", 4 * 3600.0
+CONVERT_SECONDS = 4 * 3600.0
 FROM = ".from"  # file there that names the run and step that they are of
 BEGINNING = "beginning"  # directory of a run's that holds the weights with which `up --from` begins it; `--fresh` leaves them
 
@@ -96,17 +95,18 @@ def _exported(config: RunConfig, step: int | None, target: Path | None) -> tuple
     step = found[-1] if step is None else step
     if step not in found:
         raise ConfigError("--step", step, f"a checkpoint that is there: {', '.join(map(str, found))}")
-    target = target or config.run.root / "export" / f"step_{step}"
-    target.parent.mkdir(parents=True, exist_ok=True)
+    target = target or config.trained / "export" / f"step_{step}"
     converted(config, root, step, target)
     return step, target
 
 
 def converted(config: RunConfig, root: Path, step: int, target: Path) -> Path:
     """Writes a checkpoint of the trainer's in Hugging Face's format; returns ``target``. Raises MyxoError."""
-    words = [sys.executable, "-m", CONVERT, str(root), str(target), "--step", str(step), "--hf", str(config.model.hf_checkpoint)]
+    words = [str(root), str(target), "--step", str(step), "--hf", str(config.model.hf_checkpoint)]
+    command = module_command(MODULES["convert"], words)
+    target.parent.mkdir(parents=True, exist_ok=True)
     try:
-        done = subprocess.run(words, capture_output=True, text=True, timeout=CONVERT_SECONDS)
+        done = subprocess.run(command, capture_output=True, text=True, timeout=CONVERT_SECONDS)
     except subprocess.TimeoutExpired:
         raise MyxoError(f"the checkpoint of step {step} in {root} was not converted within {CONVERT_SECONDS:g} s") from None
     if done.returncode:

@@ -1,5 +1,6 @@
 """The weights that `myxo up --from` begins a run with are those of the run and step that it names."""
 
+from argparse import Namespace
 from pathlib import Path
 
 import pytest
@@ -18,6 +19,18 @@ def test_a_conversion_that_hangs_is_ended_and_named(tmp_path: Path, monkeypatch:
         export_run.converted(run_config(tmp_path), tmp_path, 3, tmp_path / "made")
 
 
+def test_an_export_where_the_trainer_is_not_says_what_makes_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It goes to what the trainer may write; nothing is begun here."""
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    config = run_config(tmp_path, trainer={"save": str(tmp_path / "trained")})
+    (config.trained / CHECKPOINTS["actor"] / "step_00000003").mkdir(parents=True)
+    (config.trained / CHECKPOINTS["actor"] / "step_00000003" / MARKER).touch()
+    monkeypatch.setattr(export_run, "config_of", lambda *given: config)
+    with pytest.raises(MyxoError, match=r"--no-deps trainer python -m \S+.convert_command \S+ \S+/trained/\S+/step_3 --step 3"):
+        export_run.export(Namespace(run="a", dir=tmp_path, step=None, target=None), Console(quiet=True))
+    assert not (config.trained / "export").exists()
+
+
 def test_weights_of_another_try_are_not_taken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A dry run's export stayed, whatever run and step the start itself named."""
     config = tmp_path / "run.toml"
@@ -29,7 +42,7 @@ def test_weights_of_another_try_are_not_taken(tmp_path: Path, monkeypatch: pytes
         path.touch()
 
     def write(_: object, root: Path, step: int, target: Path) -> Path:  # the conversion itself has its tests
-        target.mkdir()
+        target.mkdir(parents=True)
         (target / "step").write_text(str(step))
         return target
 
