@@ -412,7 +412,7 @@ def failed(command: Command, error: str, category: Literal["", "user", "server"]
 
 
 def packed(datums: Sequence[Mapping[str, NDArray[Any]]]) -> PackedBatch:
-    """Lays datums end to end as one micro-batch; without any, a filler whose losses are 0.
+    """Lays datums end to end as one micro-batch; without any, a filler of which nothing is trained.
 
     A datum: ``tokens`` and ``target_tokens``, int32 [N], and float32 [N] for each further field; target n is predicted after token n.
     """
@@ -422,4 +422,4 @@ def packed(datums: Sequence[Mapping[str, NDArray[Any]]]) -> PackedBatch:
     lengths = [len(datum["tokens"]) for datum in given]
     tokens, labels = columns.pop("tokens").long(), columns.pop("target_tokens").long()
     starts = torch.from_numpy(np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32))
-    return PackedBatch(tokens, labels, torch.ones(len(tokens)), starts, max(lengths), columns)
+    return PackedBatch(tokens, labels, torch.full((len(tokens),), float(bool(datums))), starts, max(lengths), columns)

@@ -127,4 +127,4 @@ class ClientLoss:
     def __call__(self, log_probs: Tensor, entropy: Tensor | None, batch: PackedBatch) -> tuple[Tensor, dict[str, Tensor]]:
         """Returns the sum of the micro-batch's losses. ``log_probs``: [T]."""
         self.found.append(log_probs.detach())
-        return token_losses(self.loss, self.config, log_probs, batch.fields).sum(), {}
+        return token_losses(self.loss, self.config, log_probs, batch.fields).where(batch.loss_mask > 0, 0.0).sum(), {}

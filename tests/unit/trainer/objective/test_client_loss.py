@@ -2,9 +2,11 @@
 
 import math
 
+import numpy as np
 import torch
 
-from services.trainer.objective.policy_gradient import token_losses
+from services.trainer.command_worker import packed
+from services.trainer.objective.policy_gradient import ClientLoss, token_losses
 from tests.support.tables import table
 
 P, Q, A, W = [-0.5, -2.0, -1.0], [-1.0, -1.0, -3.0], [1.0, -2.0, 0.5], [1.0, 0.0, 2.5]
@@ -42,3 +44,18 @@ def test_value_and_gradient(loss: str) -> None:
     found.sum().backward()
     torch.testing.assert_close(found.detach(), torch.tensor(values))
     torch.testing.assert_close(log_probs.grad, torch.tensor(gradient))
+
+
+@table("loss", FORMULAS)
+def test_a_rank_without_datums_trains_nothing(loss: str) -> None:
+    log_probs = torch.tensor([-12.0, -12.0], requires_grad=True)
+    found, _ = ClientLoss(loss, FORMULAS[loss][0])(log_probs, None, packed([]))
+    found.backward()
+    assert float(found) == 0.0 and not log_probs.grad.any()
+
+
+def test_every_token_of_a_datum_is_trained() -> None:
+    numbers = {"logprobs": np.array(Q, np.float32), "advantages": np.array(A, np.float32)}
+    batch = packed([{"tokens": np.arange(3, dtype=np.int32), "target_tokens": np.arange(3, dtype=np.int32), **numbers}])
+    found, _ = ClientLoss("dro", {"beta": 0.1})(torch.tensor(P), None, batch)
+    torch.testing.assert_close(found, torch.tensor(sum(FORMULAS["dro"][1])))
