@@ -179,7 +179,7 @@ def precisions(config: RunConfig, engine_model: Path) -> list[str]:
     dtype = {"half": "float16", "float": "float32"}.get(dtype, dtype)
     methods = f"{given.get('quantization') or ''}{entries.get('quantization_config') or ''}"
     fewer = next((name for name in ("fp8", "int8") if name in methods), "int4") if methods else None
-    alike = fewer == "int4" and config.trainer.rounds_weights  # the trainer computes with the same integers
+    alike = fewer == "int4" and config.trainer.rounded_by  # the trainer computes with the same integers
     return [config.trainer.train_dtype, dtype, *([fewer] if fewer and not alike else [])]
 
 

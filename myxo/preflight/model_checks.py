@@ -10,7 +10,7 @@ from typing import Any
 from myxo.preflight.inspection import Findings, Headers, Inspection, Note
 from shared.config import devices, flag_table, sglang_flags
 from shared.config.engine_limits import context_length, unequal_context_problem
-from shared.config.environment_variables import QAT, QAT_GROUP
+from shared.config.environment_variables import QAT_GROUP
 from shared.config.eval_views import eval_views
 from shared.config.rollout_section import GPUS_OF_MACHINE
 from shared.config.run_config import RunConfig
@@ -156,10 +156,9 @@ def check_awareness(inspection: Inspection) -> Findings:
     config, trainer = inspection.config, inspection.config.trainer
     yield from _fewer_bits(trainer)
     yield from _by_torchao(trainer)
-    if inspection.architecture is None or not trainer.rounds_weights:
+    if inspection.architecture is None or not (field := trainer.rounded_by):
         return
     found = quantization_in_engines(config.model.hf_checkpoint, config.rollout.rollout_precision)
-    field = "trainer.quantization_aware" if trainer.quantization_aware else f"trainer.train_env_vars: {QAT}"
     if found is None or found.format.bits == 8:
         yield ConfigError(field, True, "false, or a model.hf_checkpoint in groups of 4-bit integers, or rollout_precision = int4")
     elif trainer.megatron.get("transformer_impl") == "transformer_engine":

@@ -599,7 +599,7 @@ def changes(old: RunConfig, new: RunConfig, mark: str = "") -> list[str]:
             extra = info.json_schema_extra if isinstance(info.json_schema_extra, dict) else {}
             wanted = extra.get(mark) if mark else not extra.get("mutable")
             wanted = wanted or (mark == "recorded" and field == "num_rollout" and new.trainer.decays_over_the_run)
-            wanted = wanted or (not mark and field == "train_env_vars" and before.rounds_weights != after.rounds_weights)
+            wanted = wanted or (not mark and field == "train_env_vars" and before.rounded_by != after.rounded_by)
             if wanted and getattr(before, field) != getattr(after, field):
                 found.append(f"{section}.{field}: {getattr(before, field)!r} → {getattr(after, field)!r}")
     return found

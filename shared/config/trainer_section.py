@@ -143,8 +143,7 @@ _SPLITS = ("pipeline_model_parallel_size", "virtual_pipeline_model_parallel_size
 
 _OF_MEGATRON = (
     *("enable_mtp_training", "sequence_parallel", "use_distributed_optimizer", "recompute_method", "make_vocab_size_divisible_by", "spec"),
-    *("quantization_aware", "custom_megatron_init_path", "custom_megatron_before_log_prob_hook_path"),
-    *("custom_megatron_before_train_step_hook_path", "megatron"),
+    *("custom_megatron_init_path", "custom_megatron_before_log_prob_hook_path", "custom_megatron_before_train_step_hook_path", "megatron"),
 )
 """What the torch backend does not have, besides those sizes."""
 
@@ -403,9 +402,12 @@ class TrainerSection(Section):
     )
 
     @property
-    def rounds_weights(self) -> bool:
-        """Returns whether training is quantization-aware, by its own field or by slime's variable."""
-        return self.quantization_aware or self.train_env_vars.get(environment_variables.QAT, "0") == "1"
+    def rounded_by(self) -> str:
+        """Returns the field by which training is quantization-aware, its own or the one with slime's variable; empty where it is not."""
+        if self.quantization_aware:
+            return "trainer.quantization_aware"
+        name = environment_variables.QAT
+        return f"trainer.train_env_vars: {name}" if self.train_env_vars.get(name, "0") == "1" else ""
 
     @property
     def recomputes_layers(self) -> bool:
@@ -435,6 +437,8 @@ class TrainerSection(Section):
             if value != default and value is not None:
                 reason = "FSDP2 shards the model over all ranks" if name in _SPLITS else "that is Megatron's"
                 yield ConfigError(f"trainer.{name}", value, f"{default} {own}: {reason}")
+        if field := self.rounded_by:
+            yield ConfigError(field, True, f"false {own}: that is Megatron's")
         if self.prefix_sharing == "on":
             yield ConfigError("trainer.prefix_sharing", "on", f"auto or off {own}, which computes whole sequences")
         yield from self._sharing_problems(own)

@@ -196,7 +196,7 @@ def mismatch_remedy(config: RunConfig, bisection: str) -> str:
     form = FORMATS.get(config.rollout.rollout_precision) or entry_format(config.model.hf_checkpoint)
     cache = config.rollout.engine_flags.get("kv-cache-dtype", "auto")
     limited = "use_tis, which is on, limits the harm" if config.algorithm.correction == "decoupled" else "use_tis limits the harm"
-    if form is not None and form.bits == 4 and not config.trainer.rounds_weights:
+    if form is not None and form.bits == 4 and not config.trainer.rounded_by:
         return f"engines sample by 4-bit weights: quantization_aware has the trainer compute with the same ones; {limited} meanwhile."
     if str(cache).startswith("fp8"):
         return f"engines keep keys and values as 8-bit floats: leave kv_cache_dtype = {cache} out; {limited} meanwhile."

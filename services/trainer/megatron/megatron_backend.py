@@ -273,7 +273,7 @@ def create(settings: TrainerSettings, hf_dir: Path, random: bool, initialized: C
         lora.attach(chunks, megatron, architecture, settings.lora, trainer.seed)
     if not settings.value_head:
         freeze(chunks, megatron, architecture, settings.freezing, settings.lora is not None)
-    if trainer.rounds_weights and not settings.value_head:
+    if trainer.rounded_by and not settings.value_head:
         quantize_aware(chunks, megatron, architecture, quantization_in_engines(hf_dir, settings.precision))
     if not random:
         with together(f"loading {hf_dir}"):

@@ -9,6 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from services.trainer.batches import TEACHER
+from services.trainer.loss_inputs import SHOWN
+from services.trainer.objective.advantage import needs
 from services.trainer.objective.custom_objective import ADVANTAGE, LOSS, REDUCER, REWARDS, TIS, CustomFunctions, CustomLoss, Responses
 from services.trainer.objective.reduce import MaskedTokens
 from services.trainer.packing import pack
@@ -39,8 +42,13 @@ class ObjectiveCalls(Calls):
 
     def _tried(self, name: str, samples: list[Sample], rewards: list[float]) -> str:
         custom, batch = self._custom, pack(samples, [1 / max(1, int(sample.mask.sum())) for sample in samples])
-        responses, old = Responses(batch), torch.nan_to_num(batch.fields["rollout_log_probs"])
-        pg, tokens, lists = (-old).requires_grad_(), MaskedTokens(old, batch), responses.lists(old)
+        old = torch.nan_to_num(batch.fields["rollout_log_probs"])
+        pg, tokens = (-old).requires_grad_(), MaskedTokens(old, batch)
+        wanted = needs(self._config.algorithm, self._config.trainer.num_steps_per_rollout)
+        computed = {"proximal_log_probs": wanted.proximal, "ref_log_probs": wanted.reference, TEACHER: wanted.teacher_gap}
+        computed |= {"kl": wanted.kl, "values": wanted.values, "returns": wanted.values}  # a run has those alone that it needs
+        of_field = {field: old if field.endswith("log_probs") else torch.zeros_like(old) for field, has in computed.items() if has}
+        batch = batch.with_fields(**of_field)
         if name == REWARDS:
             scored = [
                 from_stored(sample, Score(reward=reward), self._config.reward.reward_key)
@@ -49,10 +57,10 @@ class ObjectiveCalls(Calls):
             _, trained = custom.post_processed(scored)
             return f"gave {', '.join(f'{value:g}' for value in trained)}"
         if name == ADVANTAGE:
+            responses = Responses(batch)
+            shown = {name: responses.lists(batch.fields[field]) for name, field in SHOWN.items() if field in batch.fields}
             numbers = {"rewards": rewards, "raw_reward": rewards}
-            nothing = [torch.zeros_like(values) for values in lists]
-            data = {"rollout_log_probs": lists, "log_probs": lists, "ref_log_probs": lists, "kl": nothing}
-            found = custom.advantages([mask > 0 for mask in responses.loss_masks], {**numbers, **data})
+            found = custom.advantages([mask > 0 for mask in responses.loss_masks], {**numbers, **shown})
             return f"gave advantages for {', '.join(str(len(values)) for values in found.advantages)} tokens"
         if name == TIS:
             return self._backward(name, tokens.mean(custom.weighted(pg, old, old, tokens)[0]), pg)
@@ -60,8 +68,7 @@ class ObjectiveCalls(Calls):
             return self._backward(name, custom.reduced(pg, tokens, self._config.algorithm.calculate_per_token_loss), pg)
         assert name == LOSS
         logits = torch.randn(len(batch.tokens), architecture_of(self._config).vocab_size, requires_grad=True)
-        fields = dict.fromkeys(("proximal_log_probs", "ref_log_probs"), old) | {"advantages": batch.loss_mask.clone()}
-        return self._backward(name, CustomLoss(custom)(logits, batch.with_fields(**fields))[0], logits)
+        return self._backward(name, CustomLoss(custom)(logits, batch.with_fields(advantages=batch.loss_mask.clone()))[0], logits)
 
     def _backward(self, name: str, loss: Tensor, leaf: Tensor) -> str:
         loss.backward()

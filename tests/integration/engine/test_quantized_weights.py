@@ -115,7 +115,7 @@ def assert_alike(actor: Actor, generation: Generation) -> None:
         trainers = actor.log_probs([pack([tokens])])[0][len(PROMPT) - 1 : -1].numpy()
         return float(np.abs(trainers - generation.log_probs).max())
 
-    if actor.settings.trainer.rounds_weights:
+    if actor.settings.trainer.rounded_by:
         assert apart() < 1e-4
         return
     assert apart() > 1e-3, "the engine computes as if nothing had been rounded"

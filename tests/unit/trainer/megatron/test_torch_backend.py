@@ -573,6 +573,8 @@ def test_what_it_does_not_take_is_refused(hf, alone, tmp_path, monkeypatch):
         ({"tensor_model_parallel_size": 2, "lora_rank": 4}, ["tensor_model_parallel_size", "lora_rank = 4"]),
         ({"expert_model_parallel_size": 2, "fsdp_shard_ranks": 2}, ["expert_model_parallel_size", "fsdp_shard_ranks = 2"]),
         ({"megatron": {"moe_grouped_gemm": True}}, ["trainer.megatron"]),
+        ({"quantization_aware": True}, ["trainer.quantization_aware = True", "Megatron's"]),
+        ({"train_env_vars": {"OPEN_TRAINING_INT4_FAKE_QAT_FLAG": "1"}}, ["OPEN_TRAINING_INT4_FAKE_QAT_FLAG", "Megatron's"]),
         ({"prefix_sharing": "on"}, ["prefix_sharing", "whole sequences"]),
         ({"recompute_granularity": "selective"}, ["recompute_granularity", "full"]),
         ({"lora_rank": 4, "fsdp_float8": "rowwise"}, ["fsdp_float8", "lora_rank = 4"]),
