@@ -31,13 +31,7 @@ from shared.store.payload_store import BlockingStore
 log = structlog.get_logger()
 
 # Name of an advantage function's input → the field that it is taken from, where the batch has it
-SHOWN = {
-    "rollout_log_probs": "rollout_log_probs",
-    "log_probs": "proximal_log_probs",
-    "ref_log_probs": "ref_log_probs",
-    "kl": "kl",
-    TEACHER: TEACHER,
-}
+SHOWN = {"log_probs": "proximal_log_probs", **{name: name for name in ("rollout_log_probs", "ref_log_probs", "kl", TEACHER)}}
 
 
 class LossInputs:

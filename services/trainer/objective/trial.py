@@ -45,10 +45,8 @@ class ObjectiveCalls(Calls):
         old = torch.nan_to_num(batch.fields["rollout_log_probs"])
         pg, tokens = (-old).requires_grad_(), MaskedTokens(old, batch)
         wanted = needs(self._config.algorithm, self._config.trainer.num_steps_per_rollout)
-        computed = {"proximal_log_probs": wanted.proximal, "ref_log_probs": wanted.reference, TEACHER: wanted.teacher_gap}
-        computed |= {"kl": wanted.kl, "values": wanted.values, "returns": wanted.values}  # a run has those alone that it needs
-        of_field = {field: old if field.endswith("log_probs") else torch.zeros_like(old) for field, has in computed.items() if has}
-        batch = batch.with_fields(**of_field)
+        computed = {"proximal_log_probs": wanted.proximal, "ref_log_probs": wanted.reference, TEACHER: wanted.teacher_gap, "kl": wanted.kl}
+        batch = batch.with_fields(**{field: old * (field != "kl") for field, has in computed.items() if has})  # as a run, no others
         if name == REWARDS:
             scored = [
                 from_stored(sample, Score(reward=reward), self._config.reward.reward_key)
@@ -59,8 +57,8 @@ class ObjectiveCalls(Calls):
         if name == ADVANTAGE:
             responses = Responses(batch)
             shown = {name: responses.lists(batch.fields[field]) for name, field in SHOWN.items() if field in batch.fields}
-            numbers = {"rewards": rewards, "raw_reward": rewards}
-            found = custom.advantages([mask > 0 for mask in responses.loss_masks], {**numbers, **shown})
+            masks = [mask > 0 for mask in responses.loss_masks]
+            found = custom.advantages(masks, {"rewards": rewards, "raw_reward": rewards, **shown})
             return f"gave advantages for {', '.join(str(len(values)) for values in found.advantages)} tokens"
         if name == TIS:
             return self._backward(name, tokens.mean(custom.weighted(pg, old, old, tokens)[0]), pg)

@@ -51,7 +51,7 @@ def test_a_rank_without_datums_trains_nothing(loss: str) -> None:
     log_probs = torch.tensor([-12.0, -12.0], requires_grad=True)
     found, _ = ClientLoss(loss, FORMULAS[loss][0])(log_probs, None, packed([]))
     found.backward()
-    assert float(found) == 0.0 and not log_probs.grad.any()
+    assert found.item() == 0.0 and not log_probs.grad.any()
 
 
 def test_every_token_of_a_datum_is_trained() -> None:
