@@ -81,27 +81,25 @@ class Partial:
 
 
 def restored(samples: Sequence[Sample], task: Task, choices: ExpertChoices | None = None) -> list[Partial]:
-    """Returns the partial samples that a task continues: those of its earlier attempt, or new ones where none of its tokens can be trained.
-
-    Samples that had ended and whose newest token is older than ``task.renew_below`` begin anew; where the earlier attempt does not fit the
-    task (another number of samples, more tokens than may be generated), all begin anew.
-
-    ``choices``: of the model, where the experts of each token are asked for."""
+    """Returns the partial samples that a task continues: those of `continued`; new ones where there is none, or one of more tokens than may
+    be generated. ``choices``: of the model, where the experts of each token are asked for."""
     longest = task.sampling.max_new_tokens
-    if len(samples) != task.n or any(len(sample.response) > longest for sample in samples):
-        return [Partial(choices=choices) for _ in range(task.n)]
-    return [replace(_restored(sample, task.renew_below, longest), choices=choices) for sample in samples]
+    return [replace(_restored(sample, longest), choices=choices) for sample in continued(samples, task)]
 
 
-def _restored(sample: Sample, renew_below: int, longest: int) -> Partial:
-    if sample.log_probs is None:  # of a function of the user's, whose place the engine has taken
+def _restored(sample: Sample | None, longest: int) -> Partial:
+    if sample is None or sample.log_probs is None or len(sample.response) > longest:  # None: a function's, whose place the engine has taken
         return Partial()
     ended: Literal["stop", "length"] | None = None if sample.finish == "abort" else sample.finish
-    if ended is not None and all(version < renew_below for _, _, version in sample.segments):
-        return Partial()
     if len(sample.response) == longest:
         ended = ended or "length"
     return Partial(sample.response, sample.log_probs, list(sample.segments), ended, routed=sample.routed_experts, kept=sample.kept)
+
+
+def continued(earlier: Sequence[Sample], task: Task) -> list[Sample | None]:
+    """Returns the sample that each of a task's rollouts continues: None where it begins anew, as one does that gave several."""
+    found = [samples_of_rollout(earlier, index, task) for index in range(task.n)]
+    return [samples[0] if len(samples) == 1 else None for samples in found]
 
 
 def samples_of_rollout(earlier: Sequence[Sample], index: int, task: Task) -> list[Sample]:

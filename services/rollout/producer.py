@@ -20,7 +20,7 @@ from typing import Any
 
 from services.rollout.engine.engine_client import EngineClient
 from services.rollout.engine_proxy import SampleCheck
-from services.rollout.in_flight import Stopped
+from services.rollout.in_flight import Stopped, continued
 from services.rollout.played_group import GroupPlayer
 from services.rollout.producer_process import FIELD
 from services.rollout.replica import Replica
@@ -345,7 +345,8 @@ class Producer:
         earlier = await self._outcomes.earlier(task)
         rollout = self._config.rollout
         oldest = min((version for sample in earlier for _, _, version in sample.segments), default=self._replica.version)
-        kept = [] if is_lost(oldest, self._replica.version, rollout.max_staleness, rollout.staleness_policy) else earlier
+        lost = is_lost(oldest, self._replica.version, rollout.max_staleness, rollout.staleness_policy)
+        kept = [] if lost else [sample for sample in continued(earlier, task) if sample is not None]
         return {
             "group": task.group,
             "number": group_number(task.group),
@@ -354,7 +355,7 @@ class Producer:
             "tokens": task.prompt_tokens.tolist(),
             "label": Reference(task.label, task.label_json).value,
             "metadata": task.metadata,
-            "partial": sample_codec.encode(kept, self._config.store.blob_bytes) if kept else [],
+            "partial": sample_codec.encode(kept, self._config.store.blob_bytes),
         }
 
     async def _want(self, count: int) -> None:

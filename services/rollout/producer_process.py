@@ -291,10 +291,10 @@ class DrawnGroups(PositionlessSource):
         token = _Token()
         drawn = DrawnGroup(entry["group"], entry["number"], entry["attempt"], version, weakref.ref(token))
         samples = [self._sample(entry, index) for index in range(self._n)]
-        if entry["partial"]:
-            for sample, stored in zip(samples, sample_codec.decode(entry["partial"]), strict=False):
-                _continue(sample, stored)
-            drawn.begun = min([drawn.begun, *(min(sample.weight_versions) for sample in samples if sample.weight_versions)])
+        for stored in sample_codec.decode(entry["partial"]):
+            if stored.rollout < self._n:
+                _continue(samples[stored.rollout], stored)
+        drawn.begun = min([drawn.begun, *(min(sample.weight_versions) for sample in samples if sample.weight_versions)])
         for sample in samples:
             sample.session_id = session = _SessionId(sample.session_id)
             session.token = token

@@ -137,6 +137,7 @@ declare_metrics("""
     generated_tokens_per_s | tokens/s | tokens that the replica's engine has generated in the last 5 s / 5 s; read every second
     generated_tokens | tokens | tokens that its engines have generated since the service started: response tokens, of samples that ended,
         were aborted or are under way
+    model_tokens_per_s | tokens/s | tokens that a frozen model's engine has generated in the last 5 s | of frozen models
     running_groups | groups | that are being generated
     running_samples | samples | of groups that are being generated, those that have ended included
     request_slots | requests | that the replica may have in its engine at once: `rollout_concurrency`, or by the engine's load
@@ -417,10 +418,12 @@ class Rollout:
             tokens = await generated.read(self.replica.client, self.tokens + (0 if producer is None else producer.tokens))
             tokens *= self.replica.takes_tasks  # a sample's first token counts where it is decoded
             self._note_generated(tokens)
-            metrics.set("generated_tokens_per_s", rate.note(time.monotonic(), tokens))
-            metrics.set("generated_tokens", tokens)
-            metrics.set("running_groups", len(self.running) + (0 if producer is None else producer.held))
-            metrics.set("running_samples", sum(task.n for task in self.running.values()))
+            if self.replica.takes_tasks:
+                metrics.set("generated_tokens_per_s", rate.note(time.monotonic(), tokens))
+                metrics.set("generated_tokens", tokens)
+            held = 0 if producer is None else producer.held
+            metrics.set("running_groups", len(self.running) + held)
+            metrics.set("running_samples", sum(task.n for task in self.running.values()) + held * self._config.rollout.n_samples_per_prompt)
             metrics.set("lost_rollouts", sum(player.lost for player in self._players))
             load = None if self.replica.client is None else self.replica.client.load
             self._slots.note(load, tokens, time.monotonic())
@@ -445,7 +448,7 @@ async def serve_model(service: Service) -> None:
         while True:
             tokens = rate.note(time.monotonic(), await generated.read(replica.client, 0))
             running = 0 if replica.client is None or replica.client.load is None else replica.client.load.running
-            service.metrics.set("generated_tokens_per_s", tokens)
+            service.metrics.set("model_tokens_per_s", tokens)
             service.metrics.set("running_requests", running)
             if replica.serving:
                 service.detail = f"{service.model}: {running} requests, {tokens:.0f} tokens/s"

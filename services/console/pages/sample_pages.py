@@ -14,7 +14,6 @@ from pathlib import Path
 from statistics import fmean
 from typing import Annotated, Any, Literal
 
-import numpy as np
 from fastapi import APIRouter, HTTPException, Query, Response
 from pydantic import BaseModel
 from redis.exceptions import RedisError
@@ -41,7 +40,7 @@ from shared.data.tokenizer_files import local_tokenizer
 from shared.runtime.errors import MyxoError
 from shared.schema.ledger import is_evaluation
 from shared.schema.message import Count, GroupId
-from shared.schema.sample import Sample
+from shared.schema.sample import Sample, runs, sampled
 from shared.view.group_history import BATCHED, GroupRecord, ProvenanceStep
 from shared.view.group_index import Facet, GroupQuery, stored_samples
 
@@ -315,15 +314,14 @@ def sample_line(group: GroupRecord, index: int, found: FoundSamples, advantages:
         unread=safe(group.unread_of(index)),
         rollout=sample.rollout if sample is not None else _entry(group.rollouts, index, index) or 0,
         role="" if sample is None else safe(sample.role),
-        turns=None if sample is None or not len(sample.response) else sampled_turns(sample),
+        turns=None if sample is None else sampled_turns(sample),
         preview=text if len(text) <= PREVIEW else text[:PREVIEW] + " …",
     )
 
 
-def sampled_turns(sample: Sample) -> int:
-    """Returns how many stretches of the response the model wrote."""
-    mask = (sample.mask != 0).astype(np.int8)
-    return int(mask[0]) + int(np.count_nonzero(np.diff(mask) > 0))
+def sampled_turns(sample: Sample) -> int | None:
+    """Returns how many stretches of the response the model wrote; None where it is not known."""
+    return len(runs(sampled(sample.mask, sample.log_probs))) or None
 
 
 def metadata_of(sample: Sample) -> dict[str, str]:

@@ -55,6 +55,9 @@ def test_turns_are_the_stretches_that_the_model_wrote_and_was_given() -> None:
     assert found == [("sampled", 0, 2, "ab"), ("given", 2, 3, "c"), ("sampled", 3, 5, "de")]
     assert [turn.text for turn in turns(sample(), None)] == [None, None, None], "no tokenizer: no text is made up"
     assert sampled_turns(sample()) == 2
+    forked = {"response": np.arange(60, dtype=np.int32), "mask": np.zeros(60, np.uint8), "segments": [(0, 60, 3)]}
+    assert sampled_turns(sample(**forked, log_probs=np.array([-1.0] * 5 + [0.0] * 50 + [-1.0] * 5, np.float32))) == 2
+    assert sampled_turns(sample(**forked, log_probs=None)) is None, "not known"
     whole = sample(mask=np.ones(5, np.uint8))
     assert [(turn.start, turn.end, turn.text) for turn in turns(whole, None)] == [(0, 5, "all of it")]
     nothing = sample(response=np.empty(0, np.int32), mask=np.empty(0, np.uint8), log_probs=None, segments=[])

@@ -89,6 +89,11 @@ QUIET: dict[str, dict[str, str]] = {
         "generated_tokens_per_s": "_x349 0+0x12",
         "queue_task": "_x341 5+0x20",
     },
+    "a replica evaluates, and no evaluation is due": {
+        "generated_tokens_per_s": "0+0" + HOURS,
+        "eval_replica": "1+0" + HOURS,
+        "queue_task": "5+0" + HOURS,
+    },
     "a store without a bound": {"store_bytes": "86+0" + HOURS, "store_max_bytes": "0+0" + HOURS},
     "no two log-probs of one version": {"train_agreement_abs_diff": "0+0" + HOURS, "train_agreement_tokens": "0+0" + HOURS},
     "one group of a small run has died": {"dead": "0+0x359 1", "admitted": "0+0" + HOURS},

@@ -5,6 +5,8 @@ import re
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 from hypothesis import given
@@ -12,9 +14,13 @@ from hypothesis import strategies as st
 
 from services.rollout.engine.generation import Finish, Generation, Routed, Span
 from services.rollout.in_flight import UNROUTED, Partial, restored, samples_of
+from services.rollout.producer import Producer
+from services.rollout.producer_process import DrawnGroups
 from shared.data.tokenizer import Tokenizer
+from shared.hooks.hook_sample import HookSample, Status
 from shared.schema.messages import Sampling, Task
-from shared.schema.sample import ExpertChoices
+from shared.schema.sample import ExpertChoices, Sample
+from tests.support.run_config import run_config
 from tests.support.tables import table
 
 LONGEST = 1000
@@ -144,3 +150,47 @@ def test_a_stop_string_with_a_special_token_in_it_ends_no_text(tiny_model: Path)
         partial.extend(generation(tokens, [(0, len(tokens), 0)], "stop"), LONGEST)
         texts += [sample.text for sample in samples_of(TASK.model_copy(update={"sampling": shown}), [partial], tokenizer)]
     assert texts == ["abc", "abc"]
+
+
+def ended(rollout: int, version: int, index: int = 0) -> Sample:
+    return Sample(
+        group=TASK.group,
+        index=index,
+        rollout=rollout,
+        prompt=TASK.prompt_tokens,
+        response=np.array([5, 6], np.int32),
+        log_probs=np.zeros(2, np.float32),
+        mask=np.ones(2, np.uint8),
+        segments=[(0, 2, version)],
+        finish="stop",
+        text="",
+    )
+
+
+async def drawn(earlier: list[Sample], task: Task, directory: Path) -> list[HookSample]:
+    """The samples of a task as a rollout function gets them, version 3 being served."""
+    config = run_config(directory, rollout={"n_samples_per_prompt": task.n, "staleness_policy": "continue"})
+
+    async def read(_: Task) -> list[Sample]:
+        return earlier
+
+    parts = {"_outcomes": SimpleNamespace(earlier=read), "_replica": SimpleNamespace(version=3), "_rendered": lambda task: task.prompt}
+    producer: Any = SimpleNamespace(_config=config, **parts)
+    entry = await Producer._entry(producer, SimpleNamespace(task=task))  # type: ignore[arg-type]
+    return DrawnGroups(SimpleNamespace(), config, 8)._taken(entry, 3)  # type: ignore[arg-type]
+
+
+async def test_a_rollout_function_gets_no_sample_of_which_nothing_is_trained_any_more(tmp_path: Path) -> None:
+    """Handed in as they are, they would be given out again for ever."""
+    earlier = [ended(0, 0), ended(1, 2, 1)]
+    old, new = await drawn(earlier, TASK.model_copy(update={"n": 2, "renew_below": 2}), tmp_path)
+    assert (old.status, old.response_length, old.tokens) == (Status.PENDING, 0, [1, 2, 3])
+    assert (new.status, new.response_length, new.weight_versions) == (Status.COMPLETED, 2, [2, 2])
+
+
+async def test_a_rollout_that_gave_several_samples_begins_anew_and_takes_no_other_s_place(tmp_path: Path) -> None:
+    earlier = [ended(0, 2), ended(0, 2, 1), ended(1, 2, 2)]
+    task = TASK.model_copy(update={"n": 3})
+    found = await drawn(earlier, task, tmp_path)
+    assert [one.response_length for one in found] == [0, 2, 0]
+    assert [len(one.tokens) for one in restored(earlier, task)] == [0, 2, 0]

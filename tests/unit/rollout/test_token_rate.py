@@ -1,11 +1,17 @@
 """The rate of generation: its integral over a run is the run's tokens, whatever groups end when."""
 
+import asyncio
+import contextlib
 import random
+from collections.abc import AsyncIterator, Coroutine
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
+from services.rollout import rollout_service
 from services.rollout.engine.transport import EngineUnreachable, parse_generated_tokens
-from services.rollout.rollout_service import WINDOW_SECONDS, GeneratedTokens, TokenRate
+from services.rollout.rollout_service import WINDOW_SECONDS, GeneratedTokens, Rollout, TokenRate
 
 
 def integral(times: list[float], counts: list[float]) -> tuple[float, list[float]]:
@@ -74,3 +80,50 @@ async def test_engines_come_and_go_and_some_do_not_count() -> None:
     assert await drawn.read(None, 0) == 10
     assert [await drawn.read(second, 30) for _ in range(2)] == [10, 30]
     assert [await drawn.read(third, ended) for ended in (30, 37)] == [30, 37], "then groups count when they end"
+
+
+async def gauges(takes_tasks: bool = True, held: int = 0) -> dict[str, float]:
+    """What a replica without an engine shows once; its rollout function holds so many groups of four."""
+    shown: dict[str, float] = {}
+    parts: Any = {
+        "_service": SimpleNamespace(metrics=SimpleNamespace(set=shown.__setitem__)),
+        "_config": SimpleNamespace(rollout=SimpleNamespace(n_samples_per_prompt=4)),
+        "replica": SimpleNamespace(client=None, takes_tasks=takes_tasks, serving=True),
+        "producer": SimpleNamespace(held=held, tokens=0),
+        "_slots": SimpleNamespace(note=lambda *_: None, slots=8, held={}),
+    }
+    rollout = SimpleNamespace(**parts, running={}, tokens=0, _players=[], _pace=None, _generated=True)
+    rollout._note_generated, rollout._show_accepted = lambda _: None, lambda: None
+    measuring = asyncio.create_task(Rollout.measure(rollout))  # type: ignore[arg-type]
+    await asyncio.sleep(0)
+    await asyncio.sleep(0)
+    measuring.cancel()
+    return shown
+
+
+async def test_samples_that_a_rollout_function_has_are_running_as_its_groups_are() -> None:
+    shown = await gauges(held=3)
+    assert (shown["running_groups"], shown["running_samples"]) == (3, 12)
+
+
+async def test_an_engine_that_only_prefills_has_no_rate_that_could_be_called_idle() -> None:
+    assert "generated_tokens_per_s" in await gauges() and "generated_tokens_per_s" not in await gauges(takes_tasks=False)
+
+
+async def test_a_judge_s_tokens_are_not_the_policy_s(monkeypatch: pytest.MonkeyPatch) -> None:
+    shown: dict[str, float] = {}
+    replica = SimpleNamespace(client=None, serving=False, keep_engine=lambda: asyncio.sleep(0))
+    monkeypatch.setattr(rollout_service, "Replica", lambda service: replica)
+
+    @contextlib.asynccontextmanager
+    async def background(*work: Coroutine[Any, Any, None]) -> AsyncIterator[None]:
+        tasks = [asyncio.create_task(one) for one in work]
+        await asyncio.wait(tasks, timeout=0.1)
+        yield
+        for task in tasks:
+            task.cancel()
+
+    service: Any = SimpleNamespace(metrics=SimpleNamespace(set=shown.__setitem__), background=background, stopping=asyncio.Event())
+    service.stopping.set()
+    await rollout_service.serve_model(service)
+    assert set(shown) == {"model_tokens_per_s", "running_requests"}
