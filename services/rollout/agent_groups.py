@@ -147,13 +147,11 @@ class AgentGroups(GroupPlayer):
 
     async def prolong(self, sessions: Sequence[Session]) -> None:
         """Puts the deadlines of sessions off by the time for which the engine sleeps for a colocated trainer."""
-        slept = 0.0
         while self._config.trainer.colocate:
-            if self.replica.served.asleep:
-                slept += PROLONG_SECONDS
-                for session in sessions:
-                    with contextlib.suppress(MyxoError):  # the next time will do
-                        await self._hasty.prolong(session.id, session.deadline + slept + PROLONG_SECONDS)
+            for session in sessions if self.replica.served.asleep else ():
+                session.deadline += PROLONG_SECONDS
+                with contextlib.suppress(MyxoError):  # the next time will do
+                    await self._hasty.prolong(session.id, session.deadline + PROLONG_SECONDS)
             await asyncio.sleep(PROLONG_SECONDS)
 
     async def forget(self, session: Session, ended: SessionLog | None) -> None:
@@ -309,7 +307,8 @@ class CallSession:
     ``seconds``: for all of its turns."""
 
     def __init__(self, groups: AgentGroups, task: Task, rollout: int, seconds: float) -> None:
-        self._groups, self._lock, self._opened = groups, asyncio.Lock(), False
+        self._prolonging: asyncio.Task[None] | None = None  # once it is open
+        self._groups, self._lock = groups, asyncio.Lock()
         self._record: SessionLog | None = None
         self._session, self._key = groups.new_session(task, rollout, rollout, seconds)
 
@@ -317,9 +316,9 @@ class CallSession:
         """Returns status and body of the answer to a request that can be a turn, in SGLang's form, and the names of the parameters that
         stand as the task has them. Raises DeadlineExceeded."""
         async with self._lock:
-            if not self._opened:
+            if self._prolonging is None:
                 await self._groups.sessions.open(self._session)
-            self._opened = True
+                self._prolonging = asyncio.create_task(self._groups.prolong([self._session]))
         drawn = asked.sampling[0].model_dump()
         wanted = {"temperature": drawn["temperature"], "top_p": drawn["top_p"], "top_k": drawn["top_k"], "stop": drawn["stop"]}
         wanted |= {"stop_token_ids": drawn["stop_token_ids"], "max_tokens": drawn["max_new_tokens"]}
@@ -363,7 +362,7 @@ class CallSession:
     async def recorded(self, samples: Sequence[HookSample]) -> tuple[int, bool]:
         """Ends it, and gives the call's samples what it recorded of them. Returns the newest version in them, -1 for none, and whether it
         has sampled all that is trained."""
-        if not self._opened:
+        if self._prolonging is None:
             return UNRECORDED
         self._record = await self._groups.sessions.end(self._session.id, SessionEnded(at=time.time()))
         newest = [of_record(sample, self._record) for sample in samples]
@@ -371,7 +370,8 @@ class CallSession:
 
     async def forget(self) -> None:
         """Lets go of it, and ends it where that was not done."""
-        if self._opened:
+        if self._prolonging is not None:
+            self._prolonging.cancel()
             await self._groups.forget(self._session, self._record)
 
 

@@ -27,11 +27,12 @@ from shared.hooks import sample_conversion as sample_message
 from shared.hooks.arguments import FOLLOWING
 from shared.hooks.loading import GENERATE, PLAIN
 from shared.hooks.sample_conversion import Served, from_stored, group_index, to_stored
+from shared.hooks.slime.http_requests import LONGEST_S
 from shared.model.families import replayed_choices
 from shared.process.worker_pool import LOOP_SECONDS, CallBlocked, WorkerDied, WorkerFailed, WorkerPool
 from shared.rewards.reference import Reference
 from shared.runtime.errors import BadMessage, DeadlineExceeded
-from shared.runtime.tasks import cancelled, to_the_end
+from shared.runtime.tasks import awake_timeout, cancelled, to_the_end
 from shared.schema.ledger import is_evaluation
 from shared.schema.messages import Sampling, Task
 from shared.schema.sample import Sample, SampleLimits
@@ -59,7 +60,8 @@ class CustomGenerate(GroupPlayer):
         self.check = SampleCheck(service, tokenizer)
         rollout = service.config.rollout
         setup, variables = {"config": service.config.model_dump_json(), "verb": "generate"}, service.config.reward.worker_environment
-        self._pool = WorkerPool("the generate function", rollout.generate_workers, setup, _MODULE, variables)
+        self.asleep = (lambda: replica.served.asleep) if service.config.trainer.colocate else None
+        self._pool = WorkerPool("the generate function", rollout.generate_workers, setup, _MODULE, variables, self.asleep)
         self.seconds = rollout.generate_timeout
         self.log_probs_reader, self.choices = service.config.log_probs_reader, replayed_choices(service.config)
         self.kept = service.config.kept_top_k > 0
@@ -104,7 +106,7 @@ class CustomGenerate(GroupPlayer):
             "evaluation": is_evaluation(task.group),
             "engine": self.replica.proxy.address,
             "token": token,
-            "seconds": seconds,
+            "seconds": seconds if self.asleep is None else LONGEST_S,  # the process does not see for how long the engine sleeps
         }
         session = None if self._agents is None else CallSession(self._agents, task, index, seconds + GRACE_SECONDS)
         proxy, name = self.replica.proxy, str(sample.session_id)
@@ -112,13 +114,9 @@ class CustomGenerate(GroupPlayer):
         if session is not None:
             proxy.sessions[name] = session.answer
         try:
-            # a call that comes late into a process has its deadline late, too; the rollout's stays
-            async with asyncio.timeout(seconds + GRACE_SECONDS):
-                answer = await self._pool.ask(request, "a rollout", f"{GENERATE} = {path}", seconds, alone=alone)
+            answer = await self._pool.ask(request, "a rollout", f"{GENERATE} = {path}", seconds, alone=alone)
             given = [_checked(fields, path) for fields in answer["samples"]]
             return given, UNRECORDED if session is None else await session.recorded(given)
-        except TimeoutError:
-            raise self.late(task, index) from None
         except WorkerFailed as error:
             raise HookFailed(GENERATE, path, str(error), disruptive=isinstance(error, CallBlocked | WorkerDied)) from None
         except (KeyError, TypeError, ValueError) as error:
@@ -145,7 +143,7 @@ class CustomGenerate(GroupPlayer):
         )
 
     def late(self, task: Task, rollout: int) -> DeadlineExceeded:
-        return DeadlineExceeded(f"rollout {rollout} of {task.group}", f"{GENERATE} = {self.path(task)}", self.seconds, "it is lost")
+        return DeadlineExceeded(f"rollout {rollout} of {task.group}", self.called(task), self.seconds, "it is lost")
 
     def warn(self, task: Task, rollout: int, error: Exception) -> None:
         """Logs a call that is made again."""
@@ -161,7 +159,7 @@ class _Rollout(PlayedRollout):
         ended = earlier if earlier and all(sample.finish != "abort" for sample in earlier) else None
         super().__init__(task, index, ended, functions.replica, slots, progress)
         self._functions = functions
-        self._end: float | None = None  # of its time, from its first slot on
+        self._left = functions.seconds  # of its time: that of its calls
         self._partial = earlier[0] if len(earlier) == 1 and ended is None and functions.goes_on else None
         self._sample = None if self._partial is None else _gone_on(self._partial)
         self._aborted: HookSample | None = None
@@ -170,17 +168,13 @@ class _Rollout(PlayedRollout):
         self._limits = SampleLimits(log_probs_reader=functions.log_probs_reader, choices=choices, kept=kept)
 
     def oldest(self, version: int) -> int:
-        return version if self._sample is None else min([version, *_versions(self._sample)])
+        known = [] if self._sample is None else self._sample.weight_versions
+        return min([version, *(int(one) for one in known if isinstance(one, int) or str(one).isdigit())])
 
     def note(self, error: HookFailed) -> None:
         self._functions.warn(self.task, self.index, error)
         if self._functions.field != GENERATE:  # an episode plays in this process, and may have changed it
             self._sample = None
-
-    async def try_once(self, in_flight: InFlight | None) -> None:
-        if self._end is None:
-            self._end = asyncio.get_running_loop().time() + self._functions.seconds
-        await super().try_once(in_flight)
 
     async def attempt(self, client: EngineClient, version: int, life: int) -> None:
         replica, oldest = self.replica, self.oldest(version)
@@ -190,13 +184,13 @@ class _Rollout(PlayedRollout):
         if trusted:
             late = frozenset() if recorded else client.late_versions  # a record has the version of each token
             self._served = Served(oldest, max(replica.version, newest), late)
-            self._aborted = given[0] if aborted and len(given) == 1 and given[0].response_length else None
+            self._aborted = given[0] if aborted and self._functions.goes_on and len(given) == 1 and given[0].response_length else None
         if trusted and not aborted:
             self.samples = self._stored(given)
         elif self.requests.stopped.is_set():
             raise Stopped(self.task.group, self.requests.stale)
         else:
-            self._sample = self._aborted if trusted and self._functions.goes_on else None
+            self._sample = self._aborted if trusted else None
 
     def _given_up(self, given: list[HookSample]) -> list[HookSample]:
         """Returns samples that the function itself calls ABORTED as ended ones, with the reward that it has given them.
@@ -214,12 +208,13 @@ class _Rollout(PlayedRollout):
     async def _called(self, sample: HookSample, begun: int) -> tuple[list[HookSample], tuple[int, bool]]:
         """Returns what `CustomGenerate.call` does. Raises HookFailed, DeadlineExceeded; Stopped where it does not come back once stopped.
         ``begun``: the version that is served."""
-        seconds, alone = self.patience_s(), self.failures.alone
+        seconds, alone, loop = self.patience_s(), self.failures.alone, asyncio.get_running_loop()
         call = asyncio.create_task(self._functions.call(self.task, self.index, sample, self.requests, seconds, alone))
         stopping = asyncio.create_task(self.requests.stopped.wait())
         try:
-            await asyncio.wait((call, stopping), return_when=asyncio.FIRST_COMPLETED)
-            if not call.done():
+            # a call that comes late into a process has its deadline late, too; the rollout's stays
+            async with awake_timeout(seconds + GRACE_SECONDS, self._functions.asleep) as limit:
+                await asyncio.wait((call, stopping), return_when=asyncio.FIRST_COMPLETED)
                 await asyncio.wait((call,), timeout=STOP_SECONDS)
             if not call.done():
                 raise Stopped(self.task.group, self.requests.stale)
@@ -227,22 +222,21 @@ class _Rollout(PlayedRollout):
             # the engine may have aborted requests of a call that was stopped, or since weights came
             may_abort = self.requests.stopped.is_set() or self.replica.version != begun or not self.replica.serving
             return (given if may_abort else self._given_up(given)), recorded
+        except TimeoutError:
+            raise self._functions.late(self.task, self.index) from None
         finally:
+            self._left = (limit.when() or 0.0) - loop.time() - GRACE_SECONDS
             await cancelled((call, stopping))
 
     def patience_s(self) -> float:
-        """Returns the seconds that it has left, all of them before its first slot. Raises DeadlineExceeded where there are none."""
-        if self._end is None:
-            return self._functions.seconds
-        if (left := self._end - asyncio.get_running_loop().time()) <= 0:
+        """Returns the seconds that it has left. Raises DeadlineExceeded where there are none."""
+        if self._left <= 0:
             raise self._functions.late(self.task, self.index)
-        return left
+        return self._left
 
     def stored(self) -> list[Sample]:
         if self.samples is not None or self.stopped is None:
             return self.samples or []
-        if not self._functions.goes_on:
-            return []
         if self._aborted is None:
             return [] if self._partial is None else [self._partial]
         try:
@@ -293,7 +287,3 @@ def _gone_on(partial: Sample) -> HookSample:
     sample.reward = None
     vars(sample).pop("turns", None)  # its own are found once it has ended
     return sample
-
-
-def _versions(sample: HookSample) -> list[int]:
-    return [int(version) for version in sample.weight_versions if isinstance(version, int) or str(version).isdigit()]

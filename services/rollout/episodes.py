@@ -37,7 +37,7 @@ from shared.environment.protocol import (
     TurnOutcome,
 )
 from shared.hooks import HookFailed, HookSample, Status
-from shared.hooks.slime.http_requests import CallContext, HTTPStatusError, close_session, current_call, post
+from shared.hooks.slime.http_requests import LONGEST_S, CallContext, HTTPStatusError, close_session, current_call, post
 from shared.runtime.errors import ConfigError, DeadlineExceeded
 from shared.runtime.tasks import doubling
 from shared.schema.ledger import is_evaluation
@@ -145,12 +145,10 @@ class EpisodeGenerate(CustomGenerate):
         token, address = uuid.uuid4().hex, self.replica.proxy.address
         assert address is not None  # it is open from the engine's start on
         self.replica.proxy.calls[token] = requests
-        current_call.set(CallContext(token, f"{address[0]}:{address[1]}", time.monotonic() + seconds))
+        end = time.monotonic() + (seconds if self.asleep is None else LONGEST_S)
+        current_call.set(CallContext(token, f"{address[0]}:{address[1]}", end))
         try:
-            async with asyncio.timeout(seconds):
-                return [await _Episode(self, task, index, sample, requests, f"{self.replica.proxy.url}/generate").played()], UNRECORDED
-        except TimeoutError:
-            raise DeadlineExceeded("the end of an episode", self.environment.label, seconds, "the group goes back to the queue") from None
+            return [await _Episode(self, task, index, sample, requests, f"{self.replica.proxy.url}/generate").played()], UNRECORDED
         except (EnvironmentAway, EnvironmentFailed) as error:
             raise HookFailed(FIELD, self.environment.shown, error.reason) from None
         except (HTTPStatusError, ConfigError, KeyError, TypeError) as error:

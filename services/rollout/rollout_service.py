@@ -187,8 +187,7 @@ class Rollout:
         self._plain = EngineGroups(service, self.replica, self._tokenizer)
         self._agents = AgentGroups(service, self.replica, self._tokenizer, Gateways(service))
         self._custom = CustomGenerate(service, self.replica, self._tokenizer, self._agents)
-        steps = service.config.episode.episode_url is not None
-        self._episodes = EpisodeGenerate(service, self.replica, self._tokenizer) if steps else None
+        self._episodes = EpisodeGenerate(service, self.replica, self._tokenizer) if service.config.episode.episode_url is not None else None
         by_objects = service.config.weights.update_weight_transport == "s3"
         self._pace = DeliveryPace(service.config.rollout.max_staleness) if by_objects else None
         self._players: list[GroupPlayer] = [self._custom, self._agents, *([self._episodes] if self._episodes is not None else [])]
@@ -304,10 +303,7 @@ class Rollout:
                     if self._pace is not None and not is_evaluation(task.group):
                         self._pace.note_group(time.time() - started)
             await lease.ack()
-        except asyncio.CancelledError:
-            await lease.hand_back()
-            raise
-        except (StoreFull, StreamFull):  # there was no room for the run's whole `bus.full_timeout`: this service ends
+        except (asyncio.CancelledError, StoreFull, StreamFull):  # the latter: for the run's whole `bus.full_timeout`; this service ends
             await lease.hand_back()
             raise
         except (DeadlineExceeded, EngineError, Stopped) as error:
@@ -418,19 +414,18 @@ class Rollout:
             tokens = await generated.read(self.replica.client, self.tokens + (0 if producer is None else producer.tokens))
             tokens *= self.replica.takes_tasks  # a sample's first token counts where it is decoded
             self._note_generated(tokens)
-            if self.replica.takes_tasks:
-                metrics.set("generated_tokens_per_s", rate.note(time.monotonic(), tokens))
-                metrics.set("generated_tokens", tokens)
             held = 0 if producer is None else producer.held
-            metrics.set("running_groups", len(self.running) + held)
-            metrics.set("running_samples", sum(task.n for task in self.running.values()) + held * self._config.rollout.n_samples_per_prompt)
-            metrics.set("lost_rollouts", sum(player.lost for player in self._players))
+            samples = sum(task.n for task in self.running.values()) + held * self._config.rollout.n_samples_per_prompt
+            gauges: dict[str, float] = {"running_groups": len(self.running) + held, "running_samples": samples}
+            if self.replica.takes_tasks:
+                gauges |= {"generated_tokens_per_s": rate.note(time.monotonic(), tokens), "generated_tokens": tokens}
             load = None if self.replica.client is None else self.replica.client.load
             self._slots.note(load, tokens, time.monotonic())
             if self._pace is not None:
                 self._pace.note_live(self._catch_up.newest, time.monotonic())
                 metrics.set("expected_staleness", self._pace.staleness(self.replica.version))
-            gauges: dict[str, float] = {"request_slots": self._slots.slots, "used_slots": sum(self._slots.held.values())}
+            gauges |= {"lost_rollouts": sum(player.lost for player in self._players)}
+            gauges |= {"request_slots": self._slots.slots, "used_slots": sum(self._slots.held.values())}
             if load is not None:
                 gauges |= {"running_requests": load.running, "queued_requests": load.queued, "kv_usage": load.kv_usage}
             for name, value in gauges.items():

@@ -6,18 +6,22 @@ takes, and each further restart waits twice as long as the one before. Nothing i
 """
 
 import asyncio
+import contextlib
 import math
 import statistics
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from services.rollout.in_flight import InFlight
 from services.rollout.replica import Replica
+from shared.bus.bus_errors import TRANSIENT
 from shared.config.speculation import COSTS, SPECULATION_OFF, SPECULATION_ON, why_not_switched
+from shared.runtime.errors import MyxoError
 from shared.runtime.telemetry import declare_metrics
+from shared.schema.service_messages import ServiceStatus
 from shared.service.service_base import Service
 
 declare_metrics("""
@@ -30,6 +34,7 @@ LEAST, CERTAIN = 0.03, 3.0  # rates differ where their logarithms do by more tha
 # a restart waits for the time of so many starts, at least so long, doubled at most so often
 STARTS, LEAST_SECONDS, DOUBLINGS = 5.0, 60.0, 6
 POLL_INTERVAL_S = 1.0
+TURN_SECONDS = 30.0  # the time by the clock in whose first half a replica may begin to restart: until the next one's it is seen to be away
 
 
 class RateWindow(NamedTuple):
@@ -134,6 +139,12 @@ class SpeculationTrial:
         return (0 if abs(distance) <= max(LEAST, CERTAIN * error) else 1 if distance > 0 else -1), figures
 
 
+def has_turn(instance: str, statuses: Sequence[ServiceStatus], now: float) -> bool:
+    """Returns whether a replica may restart its engine: all serve and it is its turn, or all would go at once. ``now``: by the clock."""
+    names, (turn, since) = sorted({instance, *(one.instance for one in statuses)}), divmod(now, TURN_SECONDS)
+    return since < TURN_SECONDS / 2 and names[int(turn) % len(names)] == instance and all(one.state == "ready" for one in statuses)
+
+
 async def keep_worth(service: Service, replica: Replica, in_flight: InFlight, tokens: Callable[[], float]) -> None:
     """Restarts the replica's engine with speculation or without it, as `SpeculationTrial` decides. Runs until cancelled; where the run does
     not ask for it, or engines cannot be restarted, it only says so. ``tokens``: generated in all."""
@@ -156,6 +167,12 @@ async def keep_worth(service: Service, replica: Replica, in_flight: InFlight, to
         words = trial.decide(now, replica.start_seconds)
         service.metrics.set("speculation_gain", trial.gain)
         if words is not None:
+            while True:
+                with contextlib.suppress(MyxoError, *TRANSIENT):
+                    alive = await service.registry.alive("rollout")
+                    if has_turn(service.instance, alive, time.time()) and not replica.update_lock.locked():
+                        break
+                await asyncio.sleep(POLL_INTERVAL_S)
             what = SPECULATION_OFF if trial.speculates else SPECULATION_ON
             service.log.info(what, reason=words)
             await service.publish_event(what, words)

@@ -367,12 +367,12 @@ LOOK_INTERVAL_S = 0.5  # The interval at which is seen whether engines sleep; a 
 
 
 @asynccontextmanager
-async def awake_timeout(seconds: float, asleep: Callable[[], bool] | None) -> AsyncIterator[None]:
+async def awake_timeout(seconds: float, asleep: Callable[[], bool] | None) -> AsyncIterator[asyncio.Timeout]:
     """As `asyncio.timeout`, of so many seconds in which nothing sleeps. ``asleep``: whether engines do; None: they never do."""
     async with asyncio.timeout(seconds) as limit:
         keeping = None if asleep is None else asyncio.create_task(_stand_still(limit, asleep))
         try:
-            yield
+            yield limit
         finally:
             if keeping is not None:
                 keeping.cancel()

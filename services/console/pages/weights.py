@@ -57,7 +57,7 @@ class VersionRow(BaseModel):
 
 
 class WeightsNow(BaseModel):
-    """``live``: the newest version that any replica serves; ``trained``: the newest that the trainer tells of; -1: none."""
+    """``live``: the newest version that replicas serve, or have served; ``trained``: the newest that the trainer tells of; -1: none."""
 
     live: int
     trained: int
@@ -138,8 +138,8 @@ def weights_now(statuses: Sequence[ServiceStatus], history: PushHistory) -> Weig
     """Returns who serves what at this moment, by the registry."""
     rollouts = sorted((status for status in statuses if status.service == "rollout"), key=lambda status: status.instance)
     served = [item.version for item in history.versions.values() if item.replicas or item.pushed]
-    live = max([-1, *(status.version for status in rollouts), *served])
-    trained = max([live, *(status.version for status in statuses if status.service == "trainer"), *history.versions])
+    live = max([-1, *([status.version for status in rollouts if status.version >= 0] or served)])  # a repair may have cut later ones
+    trained = max([live, *([status.version for status in statuses if status.service == "trainer"] or history.versions)])
     replicas = [
         ReplicaNow(
             **status.model_dump(include={"version", "state", "detail"}), replica=status.instance, behind=max(0, live - status.version)

@@ -71,6 +71,8 @@ def test_who_serves_what_now() -> None:
         ("a", 3, 0, "ready"),
         ("b", -1, 4, "fenced"),
     ]
+    repaired = weights_now([status("a", 0), status("trainer-0", 0, "trainer")], told())
+    assert (repaired.live, repaired.trained, repaired.replicas[0].behind) == (0, 0, 0), "the cut versions are past"
     nothing = weights_now([], PushHistory())
     assert (nothing.live, nothing.trained, nothing.replicas) == (-1, -1, [])
 

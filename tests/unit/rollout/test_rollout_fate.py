@@ -1,11 +1,16 @@
 """When a rollout is tried again, when alone, when it is lost, and when its group is."""
 
+import asyncio
+from types import SimpleNamespace
+from typing import Any
+
 import numpy as np
 import pytest
 
+from services.rollout import custom_generate
 from services.rollout.played_group import DISRUPTIVE_TRIES, TRIES, GroupProgress, RolloutFailures
 from shared.config.rollout_section import RolloutSection
-from shared.hooks import HookFailed
+from shared.hooks import HookFailed, HookSample, Status
 from shared.runtime.errors import DeadlineExceeded
 from shared.schema.messages import Sampling, Task
 
@@ -73,10 +78,8 @@ def test_failures_are_replaced_by_surplus_rollouts_before_they_are_tried_again()
     assert progress.complete and progress.aborted == 0, "a failure is none of the aborted ones"
 
 
-@pytest.mark.parametrize(("group", "begun"), [("g00000001", 5), ("eval.heldout.0.1", 3)])
-def test_held_out_prompts_have_no_surplus(group: str, begun: int) -> None:
-    settings = RolloutSection(num_rollout=1, rollout_batch_size=1, n_samples_per_prompt=3, surplus_rollouts=2)
-    task = Task(
+def task_of(group: str) -> Task:
+    return Task(
         group=group,
         n=3,
         prompt="1",
@@ -85,8 +88,40 @@ def test_held_out_prompts_have_no_surplus(group: str, begun: int) -> None:
         sampling=Sampling(temperature=1.0, max_new_tokens=1),
         min_version=0,
     )
+
+
+@pytest.mark.parametrize(("group", "begun"), [("g00000001", 5), ("eval.heldout.0.1", 3)])
+def test_held_out_prompts_have_no_surplus(group: str, begun: int) -> None:
+    settings = RolloutSection(num_rollout=1, rollout_batch_size=1, n_samples_per_prompt=3, surplus_rollouts=2)
+    task = task_of(group)
     progress = GroupProgress.of(task, settings)
     assert len(progress.begun) == begun
     if begun == task.n:
         with pytest.raises(HookFailed):
             progress.lose(RAISED)
+
+
+@pytest.mark.parametrize("asleep", [True, False])
+async def test_the_time_of_a_function_s_call_does_not_run_while_the_engine_sleeps(asleep: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A call that ends after more seconds than its rollout has: a trainer computed on the engine's GPUs meanwhile."""
+    monkeypatch.setattr(custom_generate, "GRACE_SECONDS", 0.0)
+
+    async def call(*_: object) -> tuple[list[HookSample], tuple[int, bool]]:
+        await asyncio.sleep(0.1)
+        return [HookSample(status=Status.COMPLETED)], (-1, False)
+
+    def late(task: Task, index: int) -> DeadlineExceeded:
+        return DeadlineExceeded("it", "them", 0.05, "it is lost")
+
+    parts: Any = {"choices": None, "kept": False, "log_probs_reader": None, "goes_on": False}
+    replica = SimpleNamespace(version=0, serving=True, incarnation=1)
+    functions = SimpleNamespace(replica=replica, seconds=0.05, asleep=lambda: asleep, call=call, late=late, **parts)
+    rollout = custom_generate._Rollout(functions, task_of("g00000001"), 0, [], None, GroupProgress(1, 1))  # type: ignore[arg-type]
+    if asleep:
+        [given], _ = await rollout._called(HookSample(), 0)
+        assert given.status is Status.COMPLETED and rollout.patience_s() > 0
+    else:
+        with pytest.raises(DeadlineExceeded):
+            await rollout._called(HookSample(), 0)
+        with pytest.raises(DeadlineExceeded):
+            rollout.patience_s()

@@ -3,7 +3,8 @@
 import random
 from collections.abc import Callable
 
-from services.rollout.speculation_switch import ENOUGH, WINDOW_SECONDS, LoadWindows, RateWindow, SpeculationTrial
+from services.rollout.speculation_switch import ENOUGH, TURN_SECONDS, WINDOW_SECONDS, LoadWindows, RateWindow, SpeculationTrial, has_turn
+from shared.schema.service_messages import ServiceStatus
 from tests.support.tables import table
 
 START, END = 10.0, 6000.0
@@ -73,3 +74,17 @@ def test_windows_are_of_one_load_and_one_state() -> None:
     ends = [second for second, window in enumerate(found) if window is not None]
     assert ends == [10, 24, 40, 56] and {window for window in found if window is not None} == {RateWindow(6, 100.0), RateWindow(9, 100.0)}
     assert ends[0] == WINDOW_SECONDS and ENOUGH > 2  # a variance is known of them
+
+
+def replica(number: int, state: str = "ready") -> ServiceStatus:
+    return ServiceStatus(service="rollout", instance=f"r{number}", host="h", pid=1, http="", state=state, version=1, at=0.0)
+
+
+def test_replicas_that_decide_at_the_same_time_restart_one_after_another() -> None:
+    all_ready = [replica(number) for number in range(3)]
+    turns = [{one.instance for one in all_ready if has_turn(one.instance, all_ready, at)} for at in range(int(3 * TURN_SECONDS))]
+    assert set().union(*turns) == {"r0", "r1", "r2"} and max(map(len, turns)) == 1
+    assert any(not one for one in turns), "a pause between two, in which the first is seen to be away"
+    away = [replica(0, "starting"), *all_ready[1:]]
+    assert not any(has_turn(one.instance, away, at) for one in away for at in range(int(3 * TURN_SECONDS)))
+    assert has_turn("r0", [], 0.0), "alone"
