@@ -114,9 +114,13 @@ class CustomGenerate(GroupPlayer):
         if session is not None:
             proxy.sessions[name] = session.answer
         try:
-            answer = await self._pool.ask(request, "a rollout", f"{GENERATE} = {path}", seconds, alone=alone)
+            # a call that comes late into a process has its deadline late, too; the rollout's stays
+            async with awake_timeout(seconds + GRACE_SECONDS, self.asleep):
+                answer = await self._pool.ask(request, "a rollout", f"{GENERATE} = {path}", seconds, alone=alone)
             given = [_checked(fields, path) for fields in answer["samples"]]
             return given, UNRECORDED if session is None else await session.recorded(given)
+        except TimeoutError:
+            raise self.late(task, index) from None
         except WorkerFailed as error:
             raise HookFailed(GENERATE, path, str(error), disruptive=isinstance(error, CallBlocked | WorkerDied)) from None
         except (KeyError, TypeError, ValueError) as error:
@@ -212,8 +216,7 @@ class _Rollout(PlayedRollout):
         call = asyncio.create_task(self._functions.call(self.task, self.index, sample, self.requests, seconds, alone))
         stopping = asyncio.create_task(self.requests.stopped.wait())
         try:
-            # a call that comes late into a process has its deadline late, too; the rollout's stays
-            async with awake_timeout(seconds + GRACE_SECONDS, self._functions.asleep) as limit:
+            async with awake_timeout(seconds + LONGEST_S, self._functions.asleep) as clock:  # the call has a deadline of its own
                 await asyncio.wait((call, stopping), return_when=asyncio.FIRST_COMPLETED)
                 await asyncio.wait((call,), timeout=STOP_SECONDS)
             if not call.done():
@@ -222,10 +225,8 @@ class _Rollout(PlayedRollout):
             # the engine may have aborted requests of a call that was stopped, or since weights came
             may_abort = self.requests.stopped.is_set() or self.replica.version != begun or not self.replica.serving
             return (given if may_abort else self._given_up(given)), recorded
-        except TimeoutError:
-            raise self._functions.late(self.task, self.index) from None
         finally:
-            self._left = (limit.when() or 0.0) - loop.time() - GRACE_SECONDS
+            self._left = (clock.when() or 0.0) - LONGEST_S - loop.time()
             await cancelled((call, stopping))
 
     def patience_s(self) -> float:

@@ -39,7 +39,7 @@ from shared.environment.protocol import (
 from shared.hooks import HookFailed, HookSample, Status
 from shared.hooks.slime.http_requests import LONGEST_S, CallContext, HTTPStatusError, close_session, current_call, post
 from shared.runtime.errors import ConfigError, DeadlineExceeded
-from shared.runtime.tasks import doubling
+from shared.runtime.tasks import awake_timeout, doubling
 from shared.schema.ledger import is_evaluation
 from shared.schema.messages import Task
 from shared.service.service_base import Service
@@ -145,10 +145,12 @@ class EpisodeGenerate(CustomGenerate):
         token, address = uuid.uuid4().hex, self.replica.proxy.address
         assert address is not None  # it is open from the engine's start on
         self.replica.proxy.calls[token] = requests
-        end = time.monotonic() + (seconds if self.asleep is None else LONGEST_S)
-        current_call.set(CallContext(token, f"{address[0]}:{address[1]}", end))
+        current_call.set(CallContext(token, f"{address[0]}:{address[1]}", time.monotonic() + LONGEST_S))  # this call ends it in time
         try:
-            return [await _Episode(self, task, index, sample, requests, f"{self.replica.proxy.url}/generate").played()], UNRECORDED
+            async with awake_timeout(seconds, self.asleep):
+                return [await _Episode(self, task, index, sample, requests, f"{self.replica.proxy.url}/generate").played()], UNRECORDED
+        except TimeoutError:
+            raise self.late(task, index) from None
         except (EnvironmentAway, EnvironmentFailed) as error:
             raise HookFailed(FIELD, self.environment.shown, error.reason) from None
         except (HTTPStatusError, ConfigError, KeyError, TypeError) as error:

@@ -90,16 +90,14 @@ def restored(samples: Sequence[Sample], task: Task, choices: ExpertChoices | Non
 def _restored(sample: Sample | None, longest: int) -> Partial:
     if sample is None or sample.log_probs is None or len(sample.response) > longest:  # None: a function's, whose place the engine has taken
         return Partial()
-    ended: Literal["stop", "length"] | None = None if sample.finish == "abort" else sample.finish
-    if len(sample.response) == longest:
-        ended = ended or "length"
+    full: Literal["length"] | None = "length" if len(sample.response) == longest else None
+    ended = full if sample.finish == "abort" else sample.finish
     return Partial(sample.response, sample.log_probs, list(sample.segments), ended, routed=sample.routed_experts, kept=sample.kept)
 
 
 def continued(earlier: Sequence[Sample], task: Task) -> list[Sample | None]:
     """Returns the sample that each of a task's rollouts continues: None where it begins anew, as one does that gave several."""
-    found = [samples_of_rollout(earlier, index, task) for index in range(task.n)]
-    return [samples[0] if len(samples) == 1 else None for samples in found]
+    return [found[0] if len(found := samples_of_rollout(earlier, index, task)) == 1 else None for index in range(task.n)]
 
 
 def samples_of_rollout(earlier: Sequence[Sample], index: int, task: Task) -> list[Sample]:

@@ -346,7 +346,7 @@ class Producer:
         rollout = self._config.rollout
         oldest = min((version for sample in earlier for _, _, version in sample.segments), default=self._replica.version)
         lost = is_lost(oldest, self._replica.version, rollout.max_staleness, rollout.staleness_policy)
-        kept = [] if lost else [sample for sample in continued(earlier, task) if sample is not None]
+        kept = [] if lost else [sample for sample in continued(earlier, task)[: rollout.n_samples_per_prompt] if sample is not None]
         return {
             "group": task.group,
             "number": group_number(task.group),

@@ -292,8 +292,7 @@ class DrawnGroups(PositionlessSource):
         drawn = DrawnGroup(entry["group"], entry["number"], entry["attempt"], version, weakref.ref(token))
         samples = [self._sample(entry, index) for index in range(self._n)]
         for stored in sample_codec.decode(entry["partial"]):
-            if stored.rollout < self._n:
-                _continue(samples[stored.rollout], stored)
+            _continue(samples[stored.rollout], stored)
         drawn.begun = min([drawn.begun, *(min(sample.weight_versions) for sample in samples if sample.weight_versions)])
         for sample in samples:
             sample.session_id = session = _SessionId(sample.session_id)
