@@ -38,7 +38,8 @@ class Adapters:
     def __init__(self, config: RunConfig) -> None:
         self._root, self._base = config.trained / "clients" / "sampler_weights", str(config.model.hf_checkpoint)
         self._most, self._engine = 4 * config.tinker.tinker_adapters, None
-        self._loaded, self._used, self._changed = OrderedDict[str, str](), Counter[str](), asyncio.Condition()
+        self._loaded, self._changed = OrderedDict[str, str](), asyncio.Condition()
+        self._used, self._waiting = Counter[str](), Counter[str]()  # requests by what they use, and by the whole model that they wait for
         self._whole, self._lora = self._base, config.trainer.lora_rank is not None
 
     @contextlib.asynccontextmanager
@@ -57,7 +58,7 @@ class Adapters:
             yield self._loaded.get(path)
         finally:
             async with self._changed:
-                self._used[path] -= 1
+                self._used -= Counter([path])
                 self._changed.notify_all()
 
     async def _loading(self, engine: EngineClient, path: str, *, adapter: bool) -> None:
@@ -65,14 +66,13 @@ class Adapters:
         if engine is not self._engine:  # a new engine has the base alone
             self._loaded.clear()
             self._engine, self._whole = engine, self._base
+        loaded, used = self._loaded, self._used
         if adapter:
-            if path in self._loaded:
-                return self._loaded.move_to_end(path)
-            while len(self._loaded) >= self._most:
-                if (oldest := next((one for one in self._loaded if not self._used[one]), None)) is None:
-                    await self._changed.wait()
-                    continue
-                await self._post(engine, "unload", lora_name=self._loaded.pop(oldest))
+            await self._changed.wait_for(lambda: path in loaded or len(loaded) < self._most or loaded.keys() - used.keys())
+            if path in loaded:
+                return loaded.move_to_end(path)
+            if len(loaded) >= self._most:
+                await self._post(engine, "unload", lora_name=loaded.pop(next(one for one in loaded if one not in used)))
             name = hashlib.blake2b(path.encode(), digest_size=16).hexdigest()
             try:
                 await self._post(engine, "load", lora_name=name, lora_path=path)
@@ -80,13 +80,18 @@ class Adapters:
                 with contextlib.suppress(EngineError):
                     await self._post(engine, "unload", lora_name=name)
                 await self._post(engine, "load", lora_name=name, lora_path=path)
-            self._loaded[path] = name
-        elif path != self._whole:
-            while any(count for one, count in self._used.items() if one != path):
-                await self._changed.wait()
-            self._whole = ""  # unknown where this is given up in the midst
-            await engine.update_weights_from_disk(path, 0, deadline=LOAD_SECONDS)
-            self._whole = path
+            loaded[path] = name
+            return
+        self._waiting[path] += 1
+        try:  # those that wait for one model go together, in the order in which the first of them came
+            await self._changed.wait_for(lambda: next(iter(self._waiting)) == path and (path == self._whole or not used.keys() - {path}))
+            if path != self._whole:
+                self._whole = ""  # unknown where this is given up in the midst
+                await engine.update_weights_from_disk(path, 0, deadline=LOAD_SECONDS)
+                self._whole = path
+        finally:
+            self._waiting -= Counter([path])
+            self._changed.notify_all()
 
     async def _post(self, engine: EngineClient, verb: str, **body: str) -> None:
         await engine.transport.post(f"/{verb}_lora_adapter", body, LOAD_SECONDS, "the request is given up")

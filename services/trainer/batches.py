@@ -18,9 +18,9 @@ from torch import Tensor
 
 from services.trainer.batch_metrics import StatColumn, Sum, Table, empty_table, metrics_of_batch, stats_row
 from services.trainer.objective.distillation import top_k_fields
-from services.trainer.objective.reduce import denominator, passing, sample_weights
+from services.trainer.objective.reduce import denominator, passing, rollout_parts, sample_weights
 from services.trainer.packing import NO_VERSION, PARTIAL, BadSample, PackedBatch, collect, pack, spread
-from services.trainer.partition import Partition, Placement, RefusedSample, Untrainable, balance
+from services.trainer.partition import Partition, RefusedSample, Untrainable, balance
 from shared.config.algorithm import AlgorithmSection, Reducer
 from shared.config.run_config import RunConfig
 from shared.data.media import picture_check
@@ -280,13 +280,17 @@ def assemble(shard: Shard, stats: Table, objective: AlgorithmSection, *, rank: i
     """
     partition, steps, denominators = shard.partition, [], []
     rewards = partition.rewards if shard.rewards is None else shard.rewards
-    partial = bool(stats[:, StatColumn.UNDRAWN].any())
+    partial, passes = bool(stats[:, StatColumn.UNDRAWN].any()), passing(objective, rewards)
+    trained = stats[:, StatColumn.TRAINED] * passes
+    parts = rollout_parts(trained, rollouts_of(partition, stats)) * passes
     for placement in partition.steps:
-        weighed = _step_weights(placement, partition, rewards, stats, objective)
-        if weighed is not None:
-            weights, divisor = weighed
+        members = sorted(index for ranks in placement for micro_batch in ranks for index in micro_batch)
+        if stats[members, StatColumn.TRAINED].any():
+            given = trained[members], parts[members], objective.reducer
+            found = sample_weights(*given, objective.loss_divisor) * passes[members]
+            weights = dict(zip(members, found.tolist(), strict=True))
             steps.append([_micro_batch(indices, shard, weights, objective, limits, partial=partial) for indices in placement[rank]])
-            denominators.append(divisor)
+            denominators.append(denominator(*given))
     if not steps:
         raise BadBatch(f"the loss mask is 0 on every token of step {partition.batch.step} ({len(partition.items)} samples)")
     return TrainBatch(partition, stats, steps, tuple(denominators), shard.rewards, shard.raw)
@@ -302,7 +306,7 @@ def demonstration_micro_batches(
     most = max_tokens if alone else NO_LIMIT
     trained = [int(np.count_nonzero(sample.mask)) for sample in samples]
     reducer: Reducer = "token_mean" if objective.calculate_per_token_loss else "rollout_mean"  # a divisor is RL's alone
-    weights = sample_weights(trained, [sample.group for sample in samples], reducer).tolist()
+    weights = sample_weights(trained, rollout_parts(trained, [sample.group for sample in samples]), reducer).tolist()
     placement = balance([min(sample.length, most) for sample in samples], dp_size, max_tokens)
     return [pack([samples[index] for index in indices], [weights[index] for index in indices]) for indices in placement[dp_rank]]
 
@@ -315,23 +319,6 @@ def rollouts_of(partition: Partition, stats: Table) -> list[tuple[int, int]]:
 def baselines_of(partition: Partition, stats: Table) -> list[tuple[int, float]]:
     """Returns what each sample's reward is compared with, unique over the whole batch: its group and its role in it."""
     return [(item.group, role) for item, role in zip(partition.items, stats[:, StatColumn.ROLE].tolist(), strict=True)]
-
-
-def _step_weights(
-    placement: Placement, partition: Partition, rewards: Sequence[float], stats: Table, objective: AlgorithmSection
-) -> tuple[dict[int, float], float] | None:
-    """Returns the weights of an optimizer step's samples and the divisor of sums over them; None where no token of the step is trained.
-    ``rewards``: of the whole batch, which decide what passes."""
-    counts: list[int] = stats[:, StatColumn.TRAINED].astype(int).tolist()
-    members = sorted(index for ranks in placement for micro_batch in ranks for index in micro_batch)
-    if not any(counts[index] for index in members):
-        return None
-    passes, rollouts = passing(objective, rewards), rollouts_of(partition, stats)
-    passed = [index for index in members if passes[index]]
-    names, trained = [rollouts[index] for index in passed], [counts[index] for index in passed]
-    found = sample_weights(trained, names, objective.reducer, objective.loss_divisor).tolist()
-    weights = dict.fromkeys(members, 0.0) | dict(zip(passed, found, strict=True))
-    return weights, denominator(trained, names, objective.reducer)
 
 
 def _micro_batch(

@@ -297,7 +297,7 @@ class TrainerSection(Section):
     )
     lr_decay_style: DecayStyle = Field(default="constant", description="learning rate decay over the run")
     lr_decay_iters: int | None = Field(
-        default=None, gt=0, description="optimizer steps at whose end the decay arrives; default: those of the run"
+        default=None, gt=0, description="optimizer steps at whose end the decay arrives; default: the run's, num_critic_only_steps too"
     )
     weight_decay: float = Field(default=0.0, ge=0, description="decoupled weight decay", **RECORDED)
     adam_beta1: float = Field(default=0.9, ge=0, lt=1, description="Adam β1")

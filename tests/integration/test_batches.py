@@ -117,6 +117,8 @@ def test_rewards_are_compared_with_those_of_the_same_role(valkey: EmbeddedValkey
     assert [found[index] for index in range(6, 10)] == [[0.0]] * 4
     assert {rank.metrics["zero_std_groups"] for rank in ranks} == {0.5}
     assert ranks[0].denominators == (5.0,), "rollouts, not roles, are counted"
+    [halves] = assemble_all(batch, valkey.url, steps=2, ranks=1, objective=OBJECTIVE)
+    assert halves.denominators == pytest.approx((2 + 5 / 11, 6 / 11 + 2)), "one that both steps have counts in each by its tokens there"
 
 
 def test_a_batch_is_read_and_packed(valkey: EmbeddedValkey, run_name: str) -> None:

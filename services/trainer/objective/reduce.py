@@ -8,6 +8,7 @@ Source: per rollout, GRPO (arXiv:2402.03300), eq. 3; per token, DAPO (arXiv:2503
 (arXiv:2503.20783).
 """
 
+import math
 from collections import Counter
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any
@@ -24,37 +25,44 @@ from shared.runtime.errors import MyxoError
 FloatArray = npt.NDArray[np.float64]
 
 
-def sample_weights(
-    trained_tokens: Sequence[int], rollout_ids: Sequence[Hashable], reducer: Reducer = "rollout_mean", fixed_length: int | None = None
-) -> FloatArray:
-    """Returns the weight of each trained token of each sample: float64 [N].
+def rollout_parts(trained_tokens: npt.ArrayLike, rollout_ids: Sequence[Hashable]) -> FloatArray:
+    """Returns what part of its rollout each of a batch's samples is: by trained tokens, or alike in a rollout of which none is: [N].
 
     Args:
-        trained_tokens: sum of the mask of each of the N samples of one optimizer step, all ranks together.
-        rollout_ids: the rollout of each sample; the samples that fan out of one rollout share its id.
-        reducer: ``rollout_mean``: ``1 / (G max(tokens of the rollout, 1))`` for G rollouts; ``token_mean``:
+        trained_tokens: sum of the mask of each sample, all ranks together. rollout_ids: samples that fan out of one rollout share its id.
+    """
+    counts, samples, whole = np.asarray(trained_tokens, np.float64).tolist(), Counter(rollout_ids), Counter[Hashable]()
+    for rollout, count in zip(rollout_ids, counts, strict=True):
+        whole[rollout] += count
+    pairs = zip(rollout_ids, counts, strict=True)
+    return np.array([count / whole[rollout] if whole[rollout] else 1 / samples[rollout] for rollout, count in pairs])
+
+
+def sample_weights(
+    trained_tokens: npt.ArrayLike, parts: npt.ArrayLike, reducer: Reducer = "rollout_mean", fixed_length: int | None = None
+) -> FloatArray:
+    """Returns the weight of each trained token of each sample of one optimizer step: float64 [M].
+
+    Args:
+        trained_tokens, parts: of each of the M samples, all ranks together: as `rollout_parts` takes and gives them for the whole batch.
+        reducer: ``rollout_mean``: ``1 / (G tokens of the rollout)`` for G rollouts; ``token_mean``:
             ``1 / max(tokens of all samples, 1)``; ``fixed_length``: ``1 / (G fixed_length)``.
     """
-    divisor = denominator(trained_tokens, rollout_ids, reducer)
-    if reducer == "token_mean":
-        return np.full(len(trained_tokens), 1.0 / divisor)
-    if reducer == "fixed_length":
-        assert fixed_length is not None
-        return np.full(len(trained_tokens), 1.0 / (divisor * fixed_length))
-    totals = Counter[Hashable]()
-    for rollout, count in zip(rollout_ids, trained_tokens, strict=True):
-        totals[rollout] += count
-    return np.array([1.0 / (divisor * max(totals[rollout], 1)) for rollout in rollout_ids])
+    counts, divisor = np.asarray(trained_tokens, np.float64), denominator(trained_tokens, parts, reducer)
+    if reducer == "rollout_mean":
+        return np.asarray(parts / np.maximum(counts, 1) / divisor)
+    return np.full(counts.shape, 1.0 / divisor / (fixed_length if reducer == "fixed_length" and fixed_length else 1))
 
 
-def denominator(trained_tokens: Sequence[int], rollout_ids: Sequence[Hashable], reducer: Reducer = "rollout_mean") -> float:
+def denominator(trained_tokens: npt.ArrayLike, parts: npt.ArrayLike, reducer: Reducer = "rollout_mean") -> float:
     """Returns the divisor of a sum over one optimizer step's samples: its rollouts, or with ``token_mean`` its trained tokens.
 
-    A sample of which nothing is trained, such as one that a filter removed, counts no token; its rollout counts as a rollout, as in slime.
+    A rollout that several steps divide counts in each by the part that is there. A sample of which nothing is trained, such as one that a
+    filter removed, counts no token; a rollout of such samples alone counts as a rollout, as in slime.
     """
     if reducer == "token_mean":  # slime counts one token for a sample without any, which makes the mean smaller than that of the tokens
-        return float(max(sum(trained_tokens), 1))
-    return float(max(len(set(rollout_ids)), 1))  # of a rejection that nothing passes there is none
+        return float(max(np.sum(trained_tokens), 1))
+    return math.fsum(np.asarray(parts)) or 1.0  # of a rejection that nothing passes there is none
 
 
 def passing(config: AlgorithmSection, rewards: Sequence[float]) -> npt.NDArray[np.bool_]:

@@ -47,8 +47,8 @@ def test_rewards_to_loss_by_functions_of_ones_own(tmp_path: Path) -> None:
     of_own = reward_advantages(config, rewards, ["g", "g"], [0, 1])
     found = custom.advantages(masks, {"rewards": of_own.tolist()})
     np.testing.assert_allclose(found.advantages[0], [0.2, 0.4, 0.8])  # the rewards are as the function made them, not compared
-    batch = micro_batch(found.advantages, sample_weights([3, 2], [0, 1]).tolist())
-    loss = loss_of(config, custom, 0, Statistics(), denominator([3, 2], [0, 1]))
+    batch = micro_batch(found.advantages, sample_weights([3, 2], [1, 1]).tolist())
+    loss = loss_of(config, custom, 0, Statistics(), denominator([3, 2], [1, 1]))
     assert isinstance(loss, PolicyLoss)
     value, metrics = loss(log_probs(batch, [[-1.0, -1.0, -0.8], [-1.0, -1.0]]), None, batch)
     # the last token's weight is sqrt(e^0.2), within tis_clip; the ratio to the policy itself is 1
@@ -63,7 +63,7 @@ def test_a_loss_of_ones_own(tmp_path: Path) -> None:
     config, custom = loaded(tmp_path, loss_type="custom_loss", custom_loss_function_path=f"{MODULE}:weighted_likelihood")
     loss = loss_of(config, custom, 0, Statistics(), 1.0)
     assert isinstance(loss, CustomLoss)
-    batch = micro_batch([torch.full((2,), 2.0), torch.full((1,), -1.0)], sample_weights([2, 1], [0, 1]).tolist())
+    batch = micro_batch([torch.full((2,), 2.0), torch.full((1,), -1.0)], sample_weights([2, 1], [1, 1]).tolist())
     logits = torch.zeros(5, 4, requires_grad=True)  # every token has probability 1/4
     value, metrics = loss(logits, batch)
     assert metrics["log_probs"].item() == pytest.approx(np.log(1 / 4), rel=1e-6)

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from services.trainer.objective.advantage import needs
 from services.trainer.objective.correction import batch_statistics
 from services.trainer.objective.loss import PolicyLoss
-from services.trainer.objective.reduce import sample_weights
+from services.trainer.objective.reduce import rollout_parts, sample_weights
 from services.trainer.packing import PARTIAL, UNKNOWN, PackedBatch, pack
 from services.trainer.packing import spread as layout
 from shared.config.algorithm import AlgorithmSection
@@ -131,7 +131,7 @@ def train_samples(sequences: list[Sequence]) -> list[Sample]:
 
 def weights_of(sequences: list[Sequence], config: AlgorithmSection) -> np.ndarray:
     tokens, rollouts = [sum(s.mask) for s in sequences], [s.rollout_id for s in sequences]
-    return sample_weights(tokens, rollouts, config.reducer, config.loss_divisor)
+    return sample_weights(tokens, rollout_parts(tokens, rollouts), config.reducer, config.loss_divisor)
 
 
 def spread(sequences: list[Sequence], values: list[list[float]], blank: float = 0.0) -> torch.Tensor:

@@ -13,7 +13,7 @@ from services.trainer.objective.correction import Statistics, batch_statistics
 from services.trainer.objective.custom_objective import CustomFunctions
 from services.trainer.objective.loss import ValueLoss, loss_of
 from services.trainer.objective.policy_gradient import REWARD_KL, kl_estimate
-from services.trainer.objective.reduce import passing, sample_weights
+from services.trainer.objective.reduce import passing, rollout_parts, sample_weights
 from services.trainer.packing import PackedBatch, pack
 from shared.config.algorithm import AlgorithmSection
 from shared.rewards.reward_advantage import reward_advantages
@@ -81,7 +81,9 @@ def outcome(config: AlgorithmSection, batch: Drawn) -> Outcome:
     passes = passing(config, batch.rewards)
     kept = [index for index in range(len(masks)) if passes[index]]
     trained = [int(masks[index].sum()) for index in kept]
-    of_kept = sample_weights(trained, [batch.rollouts[index] for index in kept], config.reducer, config.loss_divisor)
+    of_kept = sample_weights(
+        trained, rollout_parts(trained, [batch.rollouts[index] for index in kept]), config.reducer, config.loss_divisor
+    )
     weights = np.zeros(len(masks))
     weights[kept] = of_kept
     packed = _packed(needs(config), batch, weights, advantages, returns)

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from services.trainer.objective.correction import Statistics, batch_statistics, importance_weight, second_moment_limit
 from services.trainer.objective.custom_objective import CustomFunctions, CustomLoss
 from services.trainer.objective.loss import PolicyLoss, SftLoss, loss_of
-from services.trainer.objective.reduce import MaskedTokens, denominator, passing, sequence_sum
+from services.trainer.objective.reduce import MaskedTokens, denominator, passing, rollout_parts, sequence_sum
 from shared.config.algorithm import AlgorithmSection
 from tests.support.tables import table
 
@@ -116,5 +116,6 @@ def test_rejection_sampling_trains_what_passes():
 
 
 def test_what_sums_are_divided_by():
-    assert denominator([2, 0, 3], ["a", "a", "b"]) == 2.0
-    assert denominator([2, 0, 3], ["a", "a", "b"], "token_mean") == 5.0
+    parts = rollout_parts([2, 0, 3], ["a", "a", "b"])
+    assert denominator([2, 0, 3], parts) == 2.0
+    assert denominator([2, 0, 3], parts, "token_mean") == 5.0
