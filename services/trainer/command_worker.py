@@ -416,8 +416,7 @@ def packed(datums: Sequence[Mapping[str, NDArray[Any]]]) -> PackedBatch:
 
     A datum: ``tokens`` and ``target_tokens``, int32 [N], and float32 [N] for each further field; target n is predicted after token n.
     """
-    filler = dict.fromkeys(("tokens", "target_tokens", "weights", "advantages", "logprobs"), np.zeros(2, np.float32))
-    given = datums or [filler]
+    given = datums or [dict.fromkeys(("tokens", "target_tokens", "weights", "advantages", "logprobs"), np.zeros(2, np.float32))]
     columns = {name: torch.from_numpy(np.concatenate([datum[name] for datum in given])) for name in given[0]}
     lengths = [len(datum["tokens"]) for datum in given]
     tokens, labels = columns.pop("tokens").long(), columns.pop("target_tokens").long()

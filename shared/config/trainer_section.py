@@ -406,8 +406,7 @@ class TrainerSection(Section):
         """Returns the field by which training is quantization-aware, its own or the one with slime's variable; empty where it is not."""
         if self.quantization_aware:
             return "trainer.quantization_aware"
-        name = environment_variables.QAT
-        return f"trainer.train_env_vars: {name}" if self.train_env_vars.get(name, "0") == "1" else ""
+        return f"trainer.train_env_vars: {environment_variables.QAT}" if self.train_env_vars.get(environment_variables.QAT) == "1" else ""
 
     @property
     def recomputes_layers(self) -> bool:
