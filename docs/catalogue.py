@@ -14,8 +14,9 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_typ
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
+from services.buffer.outcome_check import ROLE_OUTCOMES
 from shared.bus.streams import DUPLICATE_WINDOW
-from shared.bus.subjects import EVAL, TRAIN, Subjects
+from shared.bus.subjects import EVAL, PRODUCER, TRAIN, Subjects
 from shared.config.service_sections import BusSection
 from shared.schema import client_commands, ledger, messages, service_messages, weight_messages
 from shared.schema.ledger import LedgerRecord
@@ -83,17 +84,30 @@ def render() -> str:
 
 def _names() -> list[str]:
     run = Subjects("<run>")
+    jobs = (run.trainer_nodes("<role>"), run.engine_nodes("<replica>"))
+    nodes, attempts = ", ".join(f"`{job}.<rank>`" for job in jobs), ", ".join(f"`{run.attempt(job)}`" for job in jobs)
     rows = [
-        (run.task("<class>"), f"work queue `{run.task_stream}`, one consumer a class", f"`Task`; classes `{TRAIN}` and `{EVAL}`"),
+        (
+            run.task("<class>"),
+            f"work queue `{run.task_stream}`, one consumer a class",
+            f"`Task`; classes `{TRAIN}` and `{EVAL}`; of `{EVAL}` also `Evaluate`",
+        ),
         (run.generated("<queue>"), f"work queue `{run.generated_stream}`, one consumer a queue of environments", "`Generated`"),
-        (run.scored("rollout"), f"work queue `{run.scored_stream}`", "`Failed` or `Interrupted`, for the buffer"),
-        (run.scored("gateway"), f"work queue `{run.scored_stream}`", "`Failed`, for the buffer"),
-        (run.scored("reward"), f"work queue `{run.scored_stream}`", "`Scored` or `Failed`, for the buffer"),
+        *(
+            (
+                run.scored(role),
+                f"work queue `{run.scored_stream}`",
+                f"{' or '.join(f'`{kind.__name__}`' for kind in kinds)}, for the buffer",
+            )
+            for role, kinds in ROLE_OUTCOMES.items()
+        ),
         (run.ledger("<event>"), f"stream `{run.ledger_stream}`, kept whole", "the records below, from one writer"),
         (run.batch, "request and reply", "`BatchRequest` → `Batch`, `BatchPending` or `RunDone`"),
         (run.trained, "request and reply", "`Trained` → `Accepted`"),
         (run.durable, "request and reply", "`Durable` → `Accepted`"),
         (run.refused, "request and reply", "`BatchRefused` → `Accepted`"),
+        (run.evaluations, "request and reply", "`EvaluationsRequest` → `EvaluationsEnded`"),
+        (run.object_urls, "request and reply", "`ObjectUrlsRequest` → `ObjectUrls`"),
         (run.replica_weights("<replica>", "<verb>"), "request and reply", "the `Weights…` messages of a push"),
         (run.environment("<environment>", "<verb>"), "request and reply", "plain maps, the [environment protocol](environments.md)"),
         (run.event("weights", "live"), f"stream `{run.events_stream}`, oldest discarded when full", "`WeightsLive`"),
@@ -112,8 +126,12 @@ def _names() -> list[str]:
     buckets = [
         (run.config_bucket, "the frozen config, the store's URL, the run's phase"),
         (run.services_bucket, f"`<service>.<instance>` → `ServiceStatus`, gone {BusSection().registry_ttl:g} s after its last renewal"),
-        (run.weights_bucket, "`live` → `WeightsLive`"),
-        (run.leases_bucket, "`buffer` → `LeaseStatus`: which buffer is the active one"),
+        (run.weights_bucket, "`live` → `WeightsLive`; `snapshot` → `WeightsSnapshot`"),
+        (
+            run.leases_bucket,
+            f"`buffer`, `{PRODUCER}`: which buffer, and which replica with a rollout function, is the active one; "
+            f"{nodes}, of each node of a trainer or an engine → `LeaseStatus`; {attempts} → `Attempt`",
+        ),
         (run.secrets_bucket, "`engines.<replica>.<rank>` → `NodeSecret`; the account of the engines alone reads it"),
     ]
     lines = ["| subject | kind | carries |", "|---|---|---|", *(f"| `{subject}` | {kind} | {what} |" for subject, kind, what in rows), ""]

@@ -104,7 +104,6 @@ def converted(config: RunConfig, root: Path, step: int, target: Path) -> Path:
     """Writes a checkpoint of the trainer's in Hugging Face's format; returns ``target``. Raises MyxoError."""
     words = [str(root), str(target), "--step", str(step), "--hf", str(config.model.hf_checkpoint)]
     command = module_command(MODULES["convert"], words)
-    target.parent.mkdir(parents=True, exist_ok=True)
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=CONVERT_SECONDS)
     except subprocess.TimeoutExpired:

@@ -323,16 +323,17 @@ def check_rewards(inspection: Inspection) -> Findings:
 
 def check_servers(inspection: Inspection) -> Findings:
     """Yields a NATS or Redis of the environment's variables that does not answer; notes an environment at whose URL there is no server."""
-    reward = inspection.config.reward
-    for field, url in {"environment_url": reward.environment_url, "rm_url": reward.rm_url, **reward.environments}.items():
+    reward, steps = inspection.config.reward, inspection.config.episode.episode_url
+    urls = {"reward.environment_url": reward.environment_url, "reward.rm_url": reward.rm_url, "episode.episode_url": steps}
+    for field, url in (urls | {f"reward.environments.{name}": url for name, url in reward.environments.items()}).items():
         parts = urlsplit(url or "")
         try:
             if parts.scheme in ("http", "https"):
                 socket.create_connection((parts.hostname, parts.port or (443 if parts.scheme == "https" else 80)), 1.0).close()
         except OSError as error:
             where = without_credentials(url)
-            further = "" if field == "rm_url" else f", and try it: myxo env check {where}"
-            yield Note(f"reward.{field}: no reply from {where} yet ({error}); start it{further}")
+            further = "" if field == "reward.rm_url" else f", and try it: myxo env check {where}"
+            yield Note(f"{field}: no reply from {where} yet ({error}); start it{further}")
     asyncio.run(run_access.check_servers(run_access.given_servers(), inspection.config.run.name))  # raises ConfigError
 
 

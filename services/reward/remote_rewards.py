@@ -37,6 +37,7 @@ from shared.environment.http_environment import BlockedAddress, JsonServer
 from shared.environment.protocol import MAX_ANSWER, EnvironmentFailed, shown, words
 from shared.hooks import reward_values
 from shared.hooks.arguments import model_addresses
+from shared.hub import hub_resolve
 from shared.runtime.errors import INFRASTRUCTURE, ConfigError, DeadlineExceeded
 from shared.runtime.safe_files import parse_json
 from shared.runtime.tasks import doubling, gathered
@@ -142,7 +143,7 @@ def prompt_text(config: RunConfig) -> Callable[[Sample], object]:
         return lambda sample: sample.prompt_text
     from shared.data.tokenizer import Tokenizer  # tokenizers and jinja2 are for runs that need them
 
-    tokenizer = Tokenizer(config.model.hf_checkpoint)
+    tokenizer = Tokenizer(hub_resolve.local(config, ("model.hf_checkpoint",), weights=False).model.hf_checkpoint)
 
     def text(sample: Sample) -> object:
         rendered = group_config(config, sample.group).data.apply_chat_template

@@ -151,7 +151,7 @@ class EpisodeGenerate(CustomGenerate):
                 return [await _Episode(self, task, index, sample, requests, f"{self.replica.proxy.url}/generate").played()], UNRECORDED
         except TimeoutError:
             raise self.late(task, index) from None
-        except (EnvironmentAway, EnvironmentFailed) as error:
+        except EnvironmentFailed as error:
             raise HookFailed(FIELD, self.environment.shown, error.reason) from None
         except (HTTPStatusError, ConfigError, KeyError, TypeError) as error:
             raise HookFailed(FIELD, self.environment.shown, f"{type(error).__name__}: {error}") from None
@@ -169,18 +169,17 @@ class EpisodeGenerate(CustomGenerate):
         return self._described
 
     async def asked(self, awaited: str, ask: Callable[[float], Awaitable[Answer]]) -> Answer:
-        """Returns an answer, asked for again while no one can be reached; a repeat does no harm. Raises EnvironmentFailed."""
-        deadline = self.settings.episode_timeout
-        end, pauses, reason = time.monotonic() + deadline, doubling(FIRST_PAUSE, LONGEST_PAUSE), ""
-        while (left := end - time.monotonic()) > 0:
+        """Returns an answer, asked for again for as long as no one can be reached; a repeat does no harm. Raises EnvironmentFailed."""
+        deadline, label, pauses = self.settings.episode_timeout, self.environment.label, doubling(FIRST_PAUSE, LONGEST_PAUSE)
+        while True:
             try:
-                return await ask(left)
+                return await ask(deadline)
             except EnvironmentAway as error:
-                reason = f"; before that: {error.reason}"
-                await asyncio.sleep(min(next(pauses), max(0.0, end - time.monotonic())))
+                if (pause := next(pauses)) == FIRST_PAUSE:
+                    self._service.log.warning("environment_away", awaited=awaited, reason=str(error))
+                await asyncio.sleep(pause)
             except DeadlineExceeded:
-                break
-        raise EnvironmentFailed(self.environment.label, f"{awaited} was not answered within {deadline:g} s (episode_timeout){reason}")
+                raise EnvironmentFailed(label, f"{awaited} was not answered within {deadline:g} s (episode_timeout)") from None
 
     def tokens(self, task: Task, tools: list[dict[str, Any]]) -> EpisodeTokens:
         """Returns what makes the ids of an episode, as the run renders its prompts."""

@@ -671,7 +671,7 @@ class EpisodeSection(Section):
     episode_turn_tokens: int | None = Field(
         default=None, gt=0, description="tokens of one turn at most; default: what rollout_max_response_len leaves"
     )
-    episode_timeout: float = Field(default=30, gt=0, description="seconds for each reset and step, broken connections included", **MUTABLE)
+    episode_timeout: float = Field(default=30, gt=0, description="seconds for each answer to reset and step", **MUTABLE)
     episode_control_tokens: Literal["text", "as_written"] = Field(
         default="text",
         description="what control tokens are that the environment's messages and tools spell, through the chat template: text, encoded as "

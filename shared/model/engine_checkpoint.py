@@ -52,5 +52,5 @@ def quantized(source: Path, target: Path, precision: str) -> Path:
         raise DeadlineExceeded("a checkpoint", f"the conversion of {source}", SECONDS, "the service ends") from None
     if done.returncode:
         said = done.stderr.strip().splitlines() or [f"exit code {done.returncode}"]
-        raise ConfigError(PRECISION, precision, f"checkpoint, or one that can be quantized: {said[-1]}")
+        raise ConfigError(PRECISION, precision, f"checkpoint, with a model that `myxo convert` has made; here that failed: {said[-1]}")
     return target

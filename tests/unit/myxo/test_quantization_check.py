@@ -2,8 +2,10 @@
 
 import json
 import shutil
+import subprocess
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,7 +16,7 @@ from myxo.preflight.engine_checks import check_engine_model
 from myxo.preflight.inspection import Inspection, Note
 from myxo.preflight.model_checks import check_actor, check_awareness, check_quantization
 from shared.config import devices
-from shared.model.engine_checkpoint import with_engine_checkpoint
+from shared.model.engine_checkpoint import quantized, with_engine_checkpoint
 from shared.model.quantization import engine_bytes, quantization_in_engines, quantization_of
 from shared.runtime.errors import ConfigError
 from shared.view.alarms import mismatch_remedy
@@ -166,6 +168,13 @@ def test_what_cannot_be_in_fewer_bits(tiny_model: Path, tmp_path: Path, monkeypa
     save_file({name: tensors[name][:, :40].contiguous()}, broken / "model.safetensors", metadata={"format": "pt"})
     with pytest.raises(ConfigError, match=r"columns that groups of 32 divide, for rollout.rollout_precision = int4"):
         quantization_in_engines(broken, "int4")
+
+
+def test_where_the_converter_is_not_the_error_says_what_to_give(tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The image of the rollout service has none."""
+    monkeypatch.setattr(subprocess, "run", lambda *_, **__: SimpleNamespace(returncode=1, stderr="No module named 'services.trainer'\n"))
+    with pytest.raises(ConfigError, match=r"a model that `myxo convert` has made; here that failed: No module named 'services.trainer'"):
+        quantized(tiny_model, tmp_path / "made", "fp8")
 
 
 @pytest.mark.parametrize(

@@ -2,11 +2,12 @@
 
 import importlib.util
 from pathlib import Path
+from unittest.mock import AsyncMock
 
 import pytest
 
-from myxo.preflight.inspection import Inspection
-from myxo.preflight.machine_checks import check_rewards
+from myxo.preflight.inspection import Inspection, Note
+from myxo.preflight.machine_checks import check_rewards, check_servers
 from shared.rewards.names import missing_package
 from tests.support.run_config import run_config
 
@@ -47,3 +48,13 @@ def test_a_key_that_is_not_set_is_named(tmp_path: Path, monkeypatch: pytest.Monk
     assert problems(tmp_path, **judge) == ["reward.judge_key_variable = 'JUDGE_KEY': a variable that is set where `myxo up` starts"]
     monkeypatch.setenv("JUDGE_KEY", "hush")
     assert problems(tmp_path, **judge) == []
+
+
+def test_an_environment_of_either_kind_that_does_not_listen_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("myxo.run.run_access.check_servers", AsyncMock())
+    config = run_config(tmp_path, reward={"environments": {"mine": "http://127.0.0.1:1"}}, episode={"episode_url": "http://127.0.0.1:1"})
+    notes = [found.text for found in check_servers(Inspection(config)) if isinstance(found, Note)]
+    assert [note.partition(": no reply from http://127.0.0.1:1 yet")[0] for note in notes] == [
+        "episode.episode_url",
+        "reward.environments.mine",
+    ]

@@ -5,14 +5,17 @@ import shutil
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import AsyncMock, Mock
 
 import pytest
 
-from services.rollout.episodes import EpisodeTokens, _Episode, total
+from services.rollout import episodes
+from services.rollout.episodes import EpisodeGenerate, EpisodeTokens, _Episode, total
 from services.rollout.in_flight import Requests
 from shared.data.tokenizer import Tokenizer
+from shared.environment.protocol import EnvironmentAway, EnvironmentFailed
 from shared.hooks import HookSample
-from shared.runtime.errors import ConfigError
+from shared.runtime.errors import ConfigError, DeadlineExceeded
 from shared.schema.messages import Sampling
 from tests.support.service_process import ROOT
 from tests.support.tables import table
@@ -50,6 +53,18 @@ def test_the_end_of_a_message_is_not_put_there_twice(qwen: Tokenizer) -> None:
     [other] = qwen.encode("x").tolist()
     text, _ = EpisodeTokens(qwen, as_chat=True, variables={}).reply(OBSERVED, other)
     assert text.startswith("<|im_end|>")
+
+
+async def test_an_environment_that_is_away_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`episode_timeout` is for answers: an environment that is away is not one that fails."""
+    monkeypatch.setattr(episodes, "FIRST_PAUSE", 0.0)
+    run: Any = SimpleNamespace(settings=SimpleNamespace(episode_timeout=1e-9), _service=Mock(), environment=SimpleNamespace(label="it"))
+    away = EnvironmentAway("it", "restarting")
+    assert await EpisodeGenerate.asked(run, "reset", AsyncMock(side_effect=[away, away, away, "an answer"])) == "an answer"
+    assert "restarting" in run._service.log.warning.call_args.kwargs["reason"]
+    late = AsyncMock(side_effect=[away, DeadlineExceeded("the answer", "it", 1.0, "given up")])
+    with pytest.raises(EnvironmentFailed, match="reset was not answered within"):
+        await EpisodeGenerate.asked(run, "reset", late)
 
 
 def test_a_request_that_an_engine_cut_on_its_end_token_has_ended(qwen: Tokenizer) -> None:
