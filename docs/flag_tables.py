@@ -160,6 +160,11 @@ FIXED: dict[str, tuple[Any, str]] = {
     "optimizer": ("adam", "no other is there"),
     "decoupled_weight_decay": (True, "the optimizer is AdamW"),
     "moe_use_legacy_grouped_gemm": (False, "Megatron gives it up"),
+    "fused_single_qkv_rope": (False, "attention is over packed sequences"),
+    "defer_embedding_wgrad_compute": (False, "log-probs are computed in chunks by Myxo; see docs/algorithms.md"),
+    "wgrad_deferral_limit": (0, "log-probs are computed in chunks by Myxo; see docs/algorithms.md"),
+    "delay_wgrad_compute": (False, "it needs Megatron's own schedule of a training step"),
+    "ep_overlap_early_attn_memory_release": (False, "it needs Megatron's own schedule of a training step"),
 }
 
 NOT_A_FIELD_FIXED: dict[str, tuple[str, Any, str]] = {
@@ -258,11 +263,9 @@ _REASONS = {
         "muon_tp_mode muon_extra_scale_factor"
     ),
     "attention and context parallelism are over packed sequences, split by Myxo": (
-        "max_seqlen_per_dp_cp_rank hybrid_context_parallel hierarchical_context_parallel_sizes fused_single_qkv_rope"
+        "max_seqlen_per_dp_cp_rank hybrid_context_parallel hierarchical_context_parallel_sizes"
     ),
-    "log-probs are computed in chunks by Myxo; see docs/algorithms.md": (
-        "cross_entropy_loss_fusion cross_entropy_fusion_impl defer_embedding_wgrad_compute wgrad_deferral_limit"
-    ),
+    "log-probs are computed in chunks by Myxo; see docs/algorithms.md": ("cross_entropy_loss_fusion cross_entropy_fusion_impl"),
     "use num_rollout: a step is a rollout batch": "train_iters train_samples",
     "use eval_prompt_data and eval_interval": "eval_iters",
     "use num_rollout": "exit_interval",
@@ -272,9 +275,7 @@ _REASONS = {
     "it is for Megatron's own tests": "test_mode",
     "set where pipelines are interleaved, and only there": "overlap_p2p_comm",
     "unset where pipelines are interleaved, and only there": "batch_p2p_comm",
-    "it needs Megatron's own schedule of a training step": (
-        "overlap_moe_expert_parallel_comm delay_wgrad_compute ep_overlap_early_attn_memory_release"
-    ),
+    "it needs Megatron's own schedule of a training step": ("overlap_moe_expert_parallel_comm"),
     "use use_rollout_routing_replay or use_routing_replay": "moe_enable_routing_replay",
     "weights are held, saved and pushed in train_dtype": "fp8_param fp8_param_gather fp4_param",
     "use virtual_pipeline_model_parallel_size": "num_layers_per_virtual_pipeline_stage num_virtual_stages_per_pipeline_rank",

@@ -4,8 +4,8 @@ from pathlib import Path
 
 from shared.config import flag_table, slime_script
 from shared.config.flag_table import FlagClass, Kind
-from shared.config.flags import classify
-from shared.config.run_config import field_sections
+from shared.config.flags import is_switch
+from shared.config.run_config import field_sections, section_model
 
 PAGE = Path(__file__).with_name("coming-from-slime.md")
 NAMES = Path(__file__).with_name("slime_flags.txt")
@@ -113,6 +113,20 @@ twice the last counts, and that is reported. A switch that is on by default is t
 """
 
 _TITLES: dict[Kind, str] = {"taken": "Taken", "renamed": "Renamed", "no-op": "Without effect", "refused": "Refused"}
+
+
+def classify(name: str) -> FlagClass | None:
+    """Returns the class of a flag, its name with underscores; None for one that is unknown."""
+    owners = field_sections()
+    field = name if name in owners else name.removeprefix("no_")
+    if field in owners and (field == name or is_switch(field)):
+        return FlagClass("taken", section_model(owners[field]).model_fields[field].description or "")
+    if (slimes := flag_table.of_slime(name)) is not None:
+        return slimes.outcome
+    if name.startswith("sglang_"):
+        return FlagClass("taken", "a flag of SGLang's server, passed on")
+    known = flag_table.spellings().get(name)
+    return None if known is None else known[0].outcome
 
 
 def page() -> str:

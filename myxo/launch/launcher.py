@@ -232,7 +232,7 @@ class Launch:
         self._progress = RunProgress()
         self._finished = self._ended = False  # by the run's phase
         self._failure = ""  # the reason of a phase that says that the run has failed
-        self._away = float("-inf")  # when bus or store last did not answer, or had no room, monotonic
+        self._away = self._full = float("-inf")  # when bus or store last did not answer, and when they had no room, monotonic
         self._alarms: list[Alarm] = []
         self._gone: dict[str, Away] = {}  # the servers that did not answer when they were last asked
         self._waits, self._frozen = WaitReport(), FrozenServices(config.bus)
@@ -310,7 +310,8 @@ class Launch:
     # --- while it runs
 
     async def _supervise(self, bus: Bus, specs: list[ServiceSpec]) -> int:
-        supervisor = Supervisor(specs, self._directory.log, excused=lambda since: max(self._away, self._servers.troubled) >= since)
+        away = lambda since: max(self._away, self._servers.troubled) >= since  # noqa: E731
+        supervisor = Supervisor(specs, self._directory.log, excused=lambda since: away(since) or self._full >= since, away=away)
         polling, watching = asyncio.create_task(self._poll(bus, supervisor)), asyncio.create_task(self._watch_alarms(bus))
         shown = Display(self._console, self._started)
         stopped: StopReason | None = None
@@ -367,8 +368,8 @@ class Launch:
             self._servers.write_again(f"no space was left on the device at {self._directory.root}")
         self._servers.tick(now)
         held_back = any(status.held_back for status in self._statuses if status.service != "buffer")  # which ends nobody
-        if self._disk.text or held_back or not bus.connection.is_connected:
-            self._away = now
+        self._full = now if self._disk.text or held_back else self._full
+        self._away = self._away if bus.connection.is_connected else now
 
     def _situation(self, bus: Bus, instances: list[InstanceStatus], disk: str) -> RunSituation:
         gone = {**self._gone, **self._servers.away()}

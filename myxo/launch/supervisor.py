@@ -198,8 +198,9 @@ class SupervisedService(KeptAlive):
 class Supervisor:
     """The services of one run.
 
-    ``logs``: instance → its log file. ``excused``: (since, `time.monotonic` seconds) → whether bus or store were away since then. An exit
-    with code 2 is then a death like any other: a server that comes back may refuse at first. ``backoff``: makes each service's back-off.
+    ``logs``: instance → its log file. ``excused``: (since, `time.monotonic` seconds) → whether bus or store were away, or full, since then.
+    An exit with code 2 is then a death like any other: a server that comes back may refuse at first. ``away``: whether they were away, so
+    that it is no fault of a service that it did not get to work. ``backoff``: makes each service's back-off.
     """
 
     def __init__(
@@ -208,11 +209,12 @@ class Supervisor:
         logs: Callable[[str], Path],
         *,
         excused: Callable[[float], bool] = lambda since: False,
+        away: Callable[[float], bool] | None = None,
         backoff: Callable[[], BackOff] = BackOff,
     ) -> None:
         # Of each service that was started again, with the error that ended its life before; whoever publishes an event takes it out.
         self.restarted: list[ServiceEvent] = []
-        self._excused, self._logs = excused, logs
+        self._excused, self._away, self._logs = excused, away or excused, logs
         self._services = [
             SupervisedService(spec.service, spec.instance, backoff(), spec=spec, child=_started(spec, logs(spec.instance)))
             for spec in specs
@@ -300,7 +302,7 @@ class Supervisor:
         error, lived = service.killed_for or (f"{cause(code)}: {words}" if words else cause(code)), now - child.started_s
         service.killed_for = ""
         ready = service.ready or (service.spec.foreign and lived >= service.backoff.healthy)
-        again = service.note_death(now, lived, ready or excused, error)
+        again = service.note_death(now, lived, ready or self._away(child.started_s), error)
         if not excused and service.same.died(code, words, steps):
             same = service.same.count >= MOST_SAME
             deaths = service.same.count if same else service.same.deaths

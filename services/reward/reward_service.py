@@ -306,7 +306,7 @@ async def serve(service: Service) -> None:
             scorers.append(ExternalScorer(environment, checks[-1], service.config))
         config, queues = service.config.reward, service.config.queues()
         if REMOTE in queues:
-            remote = RemoteScorer(config, prompt_text(service.config))
+            remote = RemoteScorer(config, await asyncio.to_thread(prompt_text, service.config))
             opened.push_async_callback(remote.close)
             scorers.append(remote)
         if JUDGE in queues:

@@ -106,7 +106,7 @@ class CustomGenerate(GroupPlayer):
             "evaluation": is_evaluation(task.group),
             "engine": self.replica.proxy.address,
             "token": token,
-            "seconds": seconds if self.asleep is None else LONGEST_S,  # the process does not see for how long the engine sleeps
+            "seconds": seconds if self.asleep is None else seconds + LONGEST_S,  # the process does not see for how long the engine sleeps
         }
         session = None if self._agents is None else CallSession(self._agents, task, index, seconds + GRACE_SECONDS)
         proxy, name = self.replica.proxy, str(sample.session_id)

@@ -7,6 +7,7 @@ episode that is stopped keeps its session, and continues in the middle of its tu
 import asyncio
 import contextlib
 import functools
+import math
 import time
 import uuid
 from collections.abc import Awaitable, Callable, Mapping, Sequence
@@ -105,6 +106,7 @@ def _text(messages: Sequence[Reply]) -> str:
 FIELD = "episode.episode_url"
 CLOSE_SECONDS = 2.0  # the time for telling an environment that a session has ended: it forgets sessions by itself, too
 FIRST_PAUSE, LONGEST_PAUSE = 0.1, 3.0  # seconds between tries while an environment cannot be reached
+AWAY_SECONDS = 30.0  # a rollout whose time is over was waiting for an environment that could not be reached so lately
 
 Answer = TypeVar("Answer")
 
@@ -121,6 +123,7 @@ class EpisodeGenerate(CustomGenerate):
         self.run = service.run
         self.environment: Environment = open_environment("episode", self.settings.episode_url, service.bus, service.run)
         self._described: Description | None = None
+        self._away = (-math.inf, "")  # when, by `time.monotonic`, and why the environment could last not be reached
 
     def path(self, task: Task) -> str | None:
         return self.environment.shown
@@ -141,16 +144,18 @@ class EpisodeGenerate(CustomGenerate):
     async def call(
         self, task: Task, index: int, sample: HookSample, requests: Requests, seconds: float, alone: bool
     ) -> tuple[list[HookSample], tuple[int, bool]]:
-        """Plays a rollout, or continues with it. Raises HookFailed, or DeadlineExceeded."""
+        """Plays a rollout, or continues with it. Raises HookFailed, DeadlineExceeded, or EnvironmentAway where it waited for that."""
         token, address = uuid.uuid4().hex, self.replica.proxy.address
         assert address is not None  # it is open from the engine's start on
         self.replica.proxy.calls[token] = requests
-        current_call.set(CallContext(token, f"{address[0]}:{address[1]}", time.monotonic() + LONGEST_S))  # this call ends it in time
+        end = time.monotonic() + seconds + LONGEST_S  # this call ends it in time
+        current_call.set(CallContext(token, f"{address[0]}:{address[1]}", end))
         try:
             async with awake_timeout(seconds, self.asleep):
                 return [await _Episode(self, task, index, sample, requests, f"{self.replica.proxy.url}/generate").played()], UNRECORDED
         except TimeoutError:
-            raise self.late(task, index) from None
+            at, why = self._away
+            raise self.late(task, index) if time.monotonic() - at > AWAY_SECONDS else EnvironmentAway(self.environment.label, why) from None
         except EnvironmentFailed as error:
             raise HookFailed(FIELD, self.environment.shown, error.reason) from None
         except (HTTPStatusError, ConfigError, KeyError, TypeError) as error:
@@ -169,12 +174,18 @@ class EpisodeGenerate(CustomGenerate):
         return self._described
 
     async def asked(self, awaited: str, ask: Callable[[float], Awaitable[Answer]]) -> Answer:
-        """Returns an answer, asked for again for as long as no one can be reached; a repeat does no harm. Raises EnvironmentFailed."""
+        """Returns an answer, asked for again for as long as no one can be reached; a repeat does no harm. Raises EnvironmentFailed, also
+        where connections still break after `episode_timeout`: the question may be what ends the environment."""
         deadline, label, pauses = self.settings.episode_timeout, self.environment.label, doubling(FIRST_PAUSE, LONGEST_PAUSE)
+        may_break = math.inf
         while True:
             try:
                 return await ask(deadline)
             except EnvironmentAway as error:
+                self._away = now, _ = time.monotonic(), error.reason
+                if error.broke and now > may_break:
+                    raise EnvironmentFailed(label, f"{awaited}: {error.reason}") from None
+                may_break = min(may_break, now + deadline) if error.broke else may_break
                 if (pause := next(pauses)) == FIRST_PAUSE:
                     self._service.log.warning("environment_away", awaited=awaited, reason=str(error))
                 await asyncio.sleep(pause)

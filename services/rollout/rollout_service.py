@@ -33,6 +33,7 @@ from shared.bus.subjects import EVAL, TRAIN
 from shared.bus.work_queue import MessageLease, WorkQueue
 from shared.config import devices, sglang_flags
 from shared.data.tokenizer import Tokenizer
+from shared.environment.protocol import EnvironmentAway
 from shared.hooks import HookFailed
 from shared.hooks.loading import eval_function, generate_paths
 from shared.runtime.errors import INFRASTRUCTURE, TASK, BadMessage, DeadlineExceeded, MyxoError, raise_problems
@@ -306,7 +307,7 @@ class Rollout:
         except (asyncio.CancelledError, StoreFull, StreamFull):  # the latter: for the run's whole `bus.full_timeout`; this service ends
             await lease.hand_back()
             raise
-        except (DeadlineExceeded, EngineError, Stopped) as error:
+        except (DeadlineExceeded, EngineError, EnvironmentAway, Stopped) as error:
             log.warning("group_handed_back", error=str(error))
             self.replica.miss(EVAL if is_evaluation(task.group) else TRAIN, task.min_version)
             self._outcomes.trace(task, error, started)

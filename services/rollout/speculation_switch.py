@@ -18,6 +18,7 @@ from typing import NamedTuple
 from services.rollout.in_flight import InFlight
 from services.rollout.replica import Replica
 from shared.bus.bus_errors import TRANSIENT
+from shared.bus.registry import ASLEEP
 from shared.config.speculation import COSTS, SPECULATION_OFF, SPECULATION_ON, why_not_switched
 from shared.runtime.errors import MyxoError
 from shared.runtime.telemetry import declare_metrics
@@ -141,8 +142,9 @@ class SpeculationTrial:
 
 def has_turn(instance: str, statuses: Sequence[ServiceStatus], now: float) -> bool:
     """Returns whether a replica may restart its engine: all serve and it is its turn, or all would go at once. ``now``: by the clock."""
-    names, (turn, since) = sorted({instance, *(one.instance for one in statuses)}), divmod(now, TURN_SECONDS)
-    return since < TURN_SECONDS / 2 and names[int(turn) % len(names)] == instance and all(one.state == "ready" for one in statuses)
+    awake = [one for one in statuses if one.state != ASLEEP]
+    names, (turn, since) = sorted({instance, *(one.instance for one in awake)}), divmod(now, TURN_SECONDS)
+    return since < TURN_SECONDS / 2 and names[int(turn) % len(names)] == instance and all(one.state == "ready" for one in awake)
 
 
 async def keep_worth(service: Service, replica: Replica, in_flight: InFlight, tokens: Callable[[], float]) -> None:

@@ -24,6 +24,7 @@ from pydantic import TypeAdapter
 
 from shared.runtime.errors import ConfigError, near
 
+OF_PACKAGE = ("cpu_offloading", "fine_grained", "offload_modules", "min_offloaded")  # local layers have it where the package is there
 OF_DEEPEP = frozenset({"moe_enable_deepep", "moe_deepep_num_sms", "moe_flex_dispatcher_backend", "moe_hybridep_num_sms"})
 """Flags that only the flex dispatcher of tokens reads."""
 
@@ -367,9 +368,9 @@ def missing_engine(given: Mapping[str, Any], here: bool = True) -> Iterator[Conf
     if (chosen := given.get("transformer_impl") == "transformer_engine") and here and not has_engine():
         yield ConfigError("trainer.megatron.transformer_impl", "transformer_engine", "local; Transformer Engine is not installed")
     for name, value in given.items():
-        flag = catalogue().get(name)
-        if flag is not None and flag.engine and not flag.kernels and value != flag.default and not chosen:
-            expected = "leave it out, or transformer_impl = transformer_engine beside it: Transformer Engine's layers alone have it"
+        flag, had = catalogue().get(name), chosen or (name.startswith(OF_PACKAGE) and has_engine())
+        if flag is not None and flag.engine and not flag.kernels and value != flag.default and not had:
+            expected = "leave it out, or transformer_impl = transformer_engine beside it: Transformer Engine's layers have it"
             yield ConfigError(f"trainer.megatron.{name}", value, expected)
 
 

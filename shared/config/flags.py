@@ -16,7 +16,6 @@ from typing import Any, Literal, Union, get_args, get_origin
 from pydantic.fields import FieldInfo
 
 from shared.config import flag_table
-from shared.config.flag_table import FlagClass
 from shared.config.run_config import RunConfig, field_sections, section_model
 from shared.config.section import Words
 from shared.config.slime_script import SETTLED_FROM
@@ -250,20 +249,6 @@ def help_lines() -> list[str]:
     lines.append("  and Megatron's own flags as they are, such as --moe-router-dtype fp32; `myxo flags [PATTERN]` lists them,")
     lines.append("  and slime's: docs/coming-from-slime.md tells what becomes of each")
     return lines
-
-
-def classify(name: str) -> FlagClass | None:
-    """Returns the class of a flag, its name with underscores; None for one that is unknown."""
-    owners = field_sections()
-    field = name if name in owners else name.removeprefix("no_")
-    if field in owners and (field == name or is_switch(field)):
-        return FlagClass("taken", section_model(owners[field]).model_fields[field].description or "")
-    if (slimes := flag_table.of_slime(name)) is not None:
-        return slimes.outcome
-    if name.startswith("sglang_"):
-        return FlagClass("taken", "a flag of SGLang's server, passed on")
-    known = flag_table.spellings().get(name)
-    return None if known is None else known[0].outcome
 
 
 def named(problem: BadInput, typed: Mapping[str, str], *, alone: bool) -> BadInput:

@@ -118,7 +118,7 @@ class HttpEnvironment(Environment):
         except aiohttp.InvalidURL as error:
             raise EnvironmentFailed(self.label, f"no URL to connect to: {error}") from None
         except (aiohttp.ClientConnectionError, aiohttp.ClientPayloadError) as error:
-            raise EnvironmentAway(self.label, _reason(error)) from error
+            raise EnvironmentAway(self.label, _reason(error), not isinstance(error, aiohttp.ClientConnectorError)) from error
         except (aiohttp.ClientError, ValueError) as error:  # not HTTP, as the answer's head shows
             raise EnvironmentFailed(self.label, f"expected an HTTP answer to {verb}: {words(error)}") from error
         return self._read(verb, status, answer)

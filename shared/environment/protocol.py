@@ -45,11 +45,11 @@ class EnvironmentAway(MyxoError):
     """Error for an address at which nothing can be connected to, or a broken connection: the same request may be sent again.
 
     Args:
-        environment: the environment, by name and address. reason: why.
+        environment: the environment, by name and address. reason: why. broke: whether a connection broke, perhaps by the request itself.
     """
 
-    def __init__(self, environment: str, reason: str) -> None:
-        self.environment, self.reason = environment, reason
+    def __init__(self, environment: str, reason: str, broke: bool = False) -> None:
+        self.environment, self.reason, self.broke = environment, reason, broke
         super().__init__(f"{environment} cannot be reached: {reason}")
 
 

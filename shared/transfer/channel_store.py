@@ -62,7 +62,7 @@ NONCE_BYTES = PROOF_BYTES = 32
 PROOF_SECONDS = 5.0  # the seconds that a new connection has for its proof
 STRANGERS = 128  # the number of connections without a proof at any time; more are closed at once
 LARGEST_BYTES = 256 * 1024**2  # the largest request or answer: the manifest of a model of many tensors has some megabytes
-REQUEST_SECONDS = 20.0  # the seconds for an answer: a process whose machine has much to do is not gone
+REQUEST_SECONDS = 5.0  # the seconds for an answer
 WAIT_SECONDS = 60.0  # the seconds that torch waits for a value while it forms a process group
 PATIENCE_S = 0.05  # the longest that the source keeps a request waiting for a value; other requests of the reader wait behind it
 RETRY_S = 0.1  # the seconds between two attempts to connect, or to accept

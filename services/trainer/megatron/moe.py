@@ -407,8 +407,7 @@ class ReplayedMoELayer(MoELayer):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        local, padded = self.config.transformer_impl == "local", self.config.moe_router_padding_for_quantization
-        if local and not padded and type(self.token_dispatcher) is MoEAlltoAllTokenDispatcher:
+        if self.config.transformer_impl == "local" and type(self.token_dispatcher) is MoEAlltoAllTokenDispatcher:
             self.token_dispatcher.__class__ = SyncFreeDispatcher  # Megatron names its dispatchers itself; this one has the same state
         elif type(self.token_dispatcher) is MoEAllGatherTokenDispatcher:
             self.token_dispatcher.__class__ = PaddedAllGatherDispatcher

@@ -258,6 +258,11 @@ def test_a_service_that_dies_three_times_of_the_same_is_given_up(supervise: Call
     assert all(event.detail.startswith("after exit code 1: no GPU") for event in supervisor.restarted)
 
 
+def test_a_store_that_is_full_is_no_excuse_for_a_service_that_never_gets_to_work(supervise: Callable[..., Supervisor]) -> None:
+    supervisor = supervise(spec(BRIEF), excused=lambda since: True, away=lambda since: False)
+    wait_for("it is given up", lambda: supervisor.tick(time.monotonic()) is not None)
+
+
 def test_the_same_death_is_forgiven_where_steps_are_trained_in_between_or_the_bus_was_away(supervise: Callable[..., Supervisor]) -> None:
     progressing, excused = supervise(spec(BRIEF)), supervise(spec(BRIEF, "buffer-0"), excused=lambda since: True)
     steps = 0

@@ -40,7 +40,7 @@ MACHINE = [
 ]
 """Where a script may ask for files and machines that are not there."""
 
-MISSING = ("Transformer Engine's layers alone have it", "No module named", "install the package", "is not installed", "needs a GPU")
+MISSING = ("Transformer Engine's layers have it", "No module named", "install the package", "is not installed", "needs a GPU")
 """What is said of a package that is not there: a user's own, or one that SGLang, Megatron or a logger needs."""
 
 CONFIGS = Path(__file__).parents[3] / "configs" / "models"

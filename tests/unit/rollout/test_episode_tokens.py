@@ -1,7 +1,10 @@
 """What stands between two messages of the model, by a real chat template, and what an episode's rewards come to."""
 
+import asyncio
 import json
+import math
 import shutil
+import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -62,9 +65,27 @@ async def test_an_environment_that_is_away_is_waited_for(monkeypatch: pytest.Mon
     away = EnvironmentAway("it", "restarting")
     assert await EpisodeGenerate.asked(run, "reset", AsyncMock(side_effect=[away, away, away, "an answer"])) == "an answer"
     assert "restarting" in run._service.log.warning.call_args.kwargs["reason"]
+    broke = EnvironmentAway("it", "the connection broke", broke=True)
+    with pytest.raises(EnvironmentFailed, match="reset: the connection broke"):
+        await EpisodeGenerate.asked(run, "reset", AsyncMock(side_effect=[away, broke, away, broke, "an answer"]))
+    assert await EpisodeGenerate.asked(run, "reset", AsyncMock(side_effect=[broke, away, away, "an answer"])) == "an answer"
     late = AsyncMock(side_effect=[away, DeadlineExceeded("the answer", "it", 1.0, "given up")])
     with pytest.raises(EnvironmentFailed, match="reset was not answered within"):
         await EpisodeGenerate.asked(run, "reset", late)
+
+
+@pytest.mark.parametrize("since, expected", [(0.0, EnvironmentAway), (math.inf, DeadlineExceeded)])
+async def test_a_rollout_whose_time_is_over_says_that_its_environment_was_away(
+    monkeypatch: pytest.MonkeyPatch, since: float, expected: type[Exception]
+) -> None:
+    """Then its group is handed back; else the rollout alone is lost."""
+    monkeypatch.setattr(_Episode, "played", lambda episode: asyncio.sleep(60))
+    proxy = SimpleNamespace(address=("127.0.0.1", 1), url="", calls={})
+    run: Any = SimpleNamespace(replica=SimpleNamespace(proxy=proxy), asleep=None, environment=SimpleNamespace(label="it", shown="it"))
+    run.late = Mock(return_value=DeadlineExceeded("a rollout", "it", 0.01, "it is lost"))
+    run._away = (time.monotonic() - since, "restarting")
+    with pytest.raises(expected, match="restarting" if not since else "lost"):
+        await EpisodeGenerate.call(run, Mock(), 0, HookSample(), Requests(), 0.01, False)
 
 
 def test_a_request_that_an_engine_cut_on_its_end_token_has_ended(qwen: Tokenizer) -> None:

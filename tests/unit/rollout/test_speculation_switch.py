@@ -88,3 +88,5 @@ def test_replicas_that_decide_at_the_same_time_restart_one_after_another() -> No
     away = [replica(0, "starting"), *all_ready[1:]]
     assert not any(has_turn(one.instance, away, at) for one in away for at in range(int(3 * TURN_SECONDS)))
     assert has_turn("r0", [], 0.0), "alone"
+    lent = [all_ready[0], replica(1, "asleep")]
+    assert any(has_turn("r0", lent, at) for at in range(int(TURN_SECONDS))), "an engine on a trainer's GPUs is none of those that serve"

@@ -2,7 +2,7 @@
 
 from collections import Counter
 
-from shared.config.flags import classify
+from docs.slime_page import classify
 from tests.support.slime_scripts import FLAGS, SCRIPTS
 
 GIVEN = sorted({word for words in SCRIPTS.values() for word in words if word.startswith("--")})

@@ -96,6 +96,8 @@ def test_what_only_transformer_engines_layers_have_is_told_or_refused_beside_loc
     assert all(("transformer_impl is local" if installed else "not installed") in reason for reason in told.values())
     with pytest.raises(ConfigError, match=r"trainer.megatron.fp8 = 'hybrid': .*transformer_impl = transformer_engine beside it"):
         megatron_backend.resolve({"fp8_format": "hybrid"})
+    offloading = {"fine_grained_activation_offloading": True, "offload_modules": ["core_attn"]}
+    assert len([*flag_table.missing_engine(offloading)]) == (0 if installed else 2), "of the package, not of its layers"
     engine = given | {"transformer_impl": "transformer_engine", "fp8": "hybrid"}
     if installed:
         assert megatron_backend.resolve(engine).transformer.keys() == engine.keys() and not dict(flag_table.without_effect(engine))
@@ -111,6 +113,7 @@ def test_what_only_transformer_engines_layers_have_is_told_or_refused_beside_loc
 def test_what_no_training_step_of_ours_can_do_is_refused(flag: str) -> None:
     with pytest.raises(ConfigError, match=flag):
         megatron_backend.resolve({flag: True})
+    megatron_backend.resolve({flag: False})
 
 
 def test_defaults_are_what_a_run_has() -> None:
