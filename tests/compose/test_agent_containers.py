@@ -209,6 +209,7 @@ async def test_a_container_that_nobody_removes_ends_by_itself(
     assert runner._containers is not None
     line = runner._containers.command_line("myxo-test-lease", "g1/0", ["python", "-c", WAITS], ())
     with subprocess.Popen(line, stdin=subprocess.DEVNULL) as client:
-        await until(lambda: containers(network), "the container")
+        running = ("ps", "--quiet", "--filter", f"network={network}")
+        await until(lambda: run_docker(*running).stdout, "the container")  # a created one that has not started keeps no lease
         client.kill()
     await until(lambda: containers(network) == [], "its end")
