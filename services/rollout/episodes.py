@@ -11,6 +11,7 @@ import math
 import time
 import uuid
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from contextvars import ContextVar
 from typing import Any, Literal, TypeVar
 
 import numpy as np
@@ -106,7 +107,7 @@ def _text(messages: Sequence[Reply]) -> str:
 FIELD = "episode.episode_url"
 CLOSE_SECONDS = 2.0  # the time for telling an environment that a session has ended: it forgets sessions by itself, too
 FIRST_PAUSE, LONGEST_PAUSE = 0.1, 3.0  # seconds between tries while an environment cannot be reached
-AWAY_SECONDS = 30.0  # a rollout whose time is over was waiting for an environment that could not be reached so lately
+_waits_for: ContextVar[str] = ContextVar("waits_for", default="")  # of a rollout's call: why its environment cannot be reached
 
 Answer = TypeVar("Answer")
 
@@ -123,7 +124,6 @@ class EpisodeGenerate(CustomGenerate):
         self.run = service.run
         self.environment: Environment = open_environment("episode", self.settings.episode_url, service.bus, service.run)
         self._described: Description | None = None
-        self._away = (-math.inf, "")  # when, by `time.monotonic`, and why the environment could last not be reached
 
     def path(self, task: Task) -> str | None:
         return self.environment.shown
@@ -148,14 +148,12 @@ class EpisodeGenerate(CustomGenerate):
         token, address = uuid.uuid4().hex, self.replica.proxy.address
         assert address is not None  # it is open from the engine's start on
         self.replica.proxy.calls[token] = requests
-        end = time.monotonic() + seconds + LONGEST_S  # this call ends it in time
-        current_call.set(CallContext(token, f"{address[0]}:{address[1]}", end))
+        current_call.set(CallContext(token, f"{address[0]}:{address[1]}", time.monotonic() + seconds + LONGEST_S))  # this call ends it
         try:
             async with awake_timeout(seconds, self.asleep):
                 return [await _Episode(self, task, index, sample, requests, f"{self.replica.proxy.url}/generate").played()], UNRECORDED
         except TimeoutError:
-            at, why = self._away
-            raise self.late(task, index) if time.monotonic() - at > AWAY_SECONDS else EnvironmentAway(self.environment.label, why) from None
+            raise EnvironmentAway(self.environment.label, why) if (why := _waits_for.get()) else self.late(task, index) from None
         except EnvironmentFailed as error:
             raise HookFailed(FIELD, self.environment.shown, error.reason) from None
         except (HTTPStatusError, ConfigError, KeyError, TypeError) as error:
@@ -175,17 +173,19 @@ class EpisodeGenerate(CustomGenerate):
 
     async def asked(self, awaited: str, ask: Callable[[float], Awaitable[Answer]]) -> Answer:
         """Returns an answer, asked for again for as long as no one can be reached; a repeat does no harm. Raises EnvironmentFailed, also
-        where connections still break after `episode_timeout`: the question may be what ends the environment."""
-        deadline, label, pauses = self.settings.episode_timeout, self.environment.label, doubling(FIRST_PAUSE, LONGEST_PAUSE)
-        may_break = math.inf
+        where a step's connections still break after `episode_timeout`: what the model wrote may be what ends the environment."""
+        deadline, label, may_break = self.settings.episode_timeout, self.environment.label, math.inf
+        pauses = doubling(FIRST_PAUSE, LONGEST_PAUSE)
         while True:
             try:
-                return await ask(deadline)
+                answer = await ask(deadline)
+                _waits_for.set("")
+                return answer
             except EnvironmentAway as error:
-                self._away = now, _ = time.monotonic(), error.reason
-                if error.broke and now > may_break:
+                _waits_for.set(error.reason)
+                if (broke := error.broke and awaited.startswith("step")) and time.monotonic() > may_break:
                     raise EnvironmentFailed(label, f"{awaited}: {error.reason}") from None
-                may_break = min(may_break, now + deadline) if error.broke else may_break
+                may_break = min(may_break, time.monotonic() + deadline) if broke else may_break
                 if (pause := next(pauses)) == FIRST_PAUSE:
                     self._service.log.warning("environment_away", awaited=awaited, reason=str(error))
                 await asyncio.sleep(pause)

@@ -59,7 +59,6 @@ def test_nobody_else_can_read_passwords_or_reach_the_store(nats: EmbeddedNats, v
     assert "@127.0.0.1:" in nats.url
 
 
-@pytest.mark.extra
 async def test_a_run_from_before_accounts_keeps_its_streams(tmp_path: Path) -> None:
     """Its streams lie under the server's own account, `$G`."""
 

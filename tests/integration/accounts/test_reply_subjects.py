@@ -42,7 +42,7 @@ WRITING = (
     f"$JS.API.STREAM.PURGE.{NAMES.ledger_stream}",
 )
 """Subjects that change what is stored."""
-WORST = ("rollout", "gateway", "environment", "console")
+WORST = ("rollout", "reward", "gateway", "environment", "console")
 """Those that run on others' machines, or that others speak to."""
 ATTACKERS = [pytest.param(role, marks=() if role in WORST else pytest.mark.extra) for role in intended.ROLES if role != "operator"]
 

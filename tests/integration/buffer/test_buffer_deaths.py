@@ -54,7 +54,6 @@ async def test_after_a_kill_every_step_gets_the_batch_it_had(new_run: NewRun) ->
         assert (report.steps, report.durable_steps) == (3, 1)
 
 
-@pytest.mark.extra(each=True)
 async def test_tasks_that_a_killed_buffer_did_not_send_are_sent(new_run: NewRun) -> None:
     """The admission is in the ledger, the tasks are not in the queue: the successor sends them."""
     player = await new_run()

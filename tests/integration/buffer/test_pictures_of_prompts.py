@@ -23,7 +23,6 @@ async def shown(player: Player, task: Task) -> list[bytes]:
     return await player.store.read(task.pictures)
 
 
-@pytest.mark.extra
 async def test_a_picture_of_two_groups_is_freed_with_each_and_stored_again_after_a_kill(new_run: NewRun, tmp_path: Path) -> None:
     """The buffer is killed as soon as a picture is stored, whether its task is sent or not: its successor's tasks have the same, once."""
     (tmp_path / "a.png").write_bytes(png(61, 40))

@@ -1,7 +1,6 @@
 """Environments that step: the conformance suite finds what breaks the protocol, and what is served keeps it."""
 
 import asyncio
-import contextlib
 import copy
 import json
 import math
@@ -328,7 +327,14 @@ async def test_the_skeleton_works(tmp_path: Path) -> None:
 
 
 async def test_an_environment_that_is_away_is_away() -> None:
-    environment = open_environment("game", f"http://127.0.0.1:{free_port()}")
-    with contextlib.suppress(asyncio.CancelledError), pytest.raises(EnvironmentAway):
-        await environment.step(StepRequest(run="r", session="s", turn=0, message={}, finish="stop"), 5)
-    await environment.close()
+    async def hang_up(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.close()
+
+    request = StepRequest(run="r", session="s", turn=0, message={}, finish="stop")
+    async with await asyncio.start_server(hang_up, "127.0.0.1") as server:
+        for port, broke in ((free_port(), False), (server.sockets[0].getsockname()[1], True)):
+            environment = open_environment("game", f"http://127.0.0.1:{port}")
+            with pytest.raises(EnvironmentAway) as raised:
+                await environment.step(request, 5)
+            assert raised.value.broke == broke
+            await environment.close()

@@ -2,9 +2,7 @@
 
 import asyncio
 import json
-import math
 import shutil
-import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -66,26 +64,34 @@ async def test_an_environment_that_is_away_is_waited_for(monkeypatch: pytest.Mon
     assert await EpisodeGenerate.asked(run, "reset", AsyncMock(side_effect=[away, away, away, "an answer"])) == "an answer"
     assert "restarting" in run._service.log.warning.call_args.kwargs["reason"]
     broke = EnvironmentAway("it", "the connection broke", broke=True)
-    with pytest.raises(EnvironmentFailed, match="reset: the connection broke"):
-        await EpisodeGenerate.asked(run, "reset", AsyncMock(side_effect=[away, broke, away, broke, "an answer"]))
-    assert await EpisodeGenerate.asked(run, "reset", AsyncMock(side_effect=[broke, away, away, "an answer"])) == "an answer"
+    with pytest.raises(EnvironmentFailed, match="step 2: the connection broke"):
+        await EpisodeGenerate.asked(run, "step 2", AsyncMock(side_effect=[away, broke, away, broke, "an answer"]))
+    for awaited, answers in {"step 2": [broke, away, away], "reset": [broke, away, broke]}.items():
+        assert await EpisodeGenerate.asked(run, awaited, AsyncMock(side_effect=[*answers, "an answer"])) == "an answer"
     late = AsyncMock(side_effect=[away, DeadlineExceeded("the answer", "it", 1.0, "given up")])
     with pytest.raises(EnvironmentFailed, match="reset was not answered within"):
         await EpisodeGenerate.asked(run, "reset", late)
 
 
-@pytest.mark.parametrize("since, expected", [(0.0, EnvironmentAway), (math.inf, DeadlineExceeded)])
+@pytest.mark.parametrize("answers, expected", [(0, EnvironmentAway), (1, DeadlineExceeded)])
 async def test_a_rollout_whose_time_is_over_says_that_its_environment_was_away(
-    monkeypatch: pytest.MonkeyPatch, since: float, expected: type[Exception]
+    monkeypatch: pytest.MonkeyPatch, answers: int, expected: type[Exception]
 ) -> None:
-    """Then its group is handed back; else the rollout alone is lost."""
-    monkeypatch.setattr(_Episode, "played", lambda episode: asyncio.sleep(60))
+    """Then its group is handed back; else, also where the environment is back, the rollout alone is lost."""
+
+    async def played(_: object) -> None:
+        away = EnvironmentAway("it", "restarting")
+        await EpisodeGenerate.asked(run, "reset", AsyncMock(side_effect=[away, "an answer"] if answers else away))
+        await asyncio.sleep(60)
+
+    monkeypatch.setattr(_Episode, "played", played)
+    monkeypatch.setattr(episodes, "FIRST_PAUSE", 0.0)
     proxy = SimpleNamespace(address=("127.0.0.1", 1), url="", calls={})
     run: Any = SimpleNamespace(replica=SimpleNamespace(proxy=proxy), asleep=None, environment=SimpleNamespace(label="it", shown="it"))
     run.late = Mock(return_value=DeadlineExceeded("a rollout", "it", 0.01, "it is lost"))
-    run._away = (time.monotonic() - since, "restarting")
-    with pytest.raises(expected, match="restarting" if not since else "lost"):
-        await EpisodeGenerate.call(run, Mock(), 0, HookSample(), Requests(), 0.01, False)
+    run.settings, run._service = SimpleNamespace(episode_timeout=1.0), Mock()
+    with pytest.raises(expected, match="lost" if answers else "restarting"):
+        await asyncio.create_task(EpisodeGenerate.call(run, Mock(), 0, HookSample(), Requests(), 0.2, False))
 
 
 def test_a_request_that_an_engine_cut_on_its_end_token_has_ended(qwen: Tokenizer) -> None:

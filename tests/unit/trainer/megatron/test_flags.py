@@ -98,6 +98,7 @@ def test_what_only_transformer_engines_layers_have_is_told_or_refused_beside_loc
         megatron_backend.resolve({"fp8_format": "hybrid"})
     offloading = {"fine_grained_activation_offloading": True, "offload_modules": ["core_attn"]}
     assert len([*flag_table.missing_engine(offloading)]) == (0 if installed else 2), "of the package, not of its layers"
+    assert [*flag_table.missing_engine(offloading, here=False)] == [], "the trainer's machine may have it"
     engine = given | {"transformer_impl": "transformer_engine", "fp8": "hybrid"}
     if installed:
         assert megatron_backend.resolve(engine).transformer.keys() == engine.keys() and not dict(flag_table.without_effect(engine))
