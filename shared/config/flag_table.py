@@ -368,7 +368,7 @@ def missing_engine(given: Mapping[str, Any], here: bool = True) -> Iterator[Conf
     if (chosen := given.get("transformer_impl") == "transformer_engine") and here and not has_engine():
         yield ConfigError("trainer.megatron.transformer_impl", "transformer_engine", "local; Transformer Engine is not installed")
     for name, value in given.items():
-        flag, had = catalogue().get(name), chosen or (name.startswith(OF_PACKAGE) and not (here and not has_engine()))
+        flag, had = catalogue().get(name), chosen or (name.startswith(OF_PACKAGE) and (not here or has_engine()))
         if flag is not None and flag.engine and not flag.kernels and value != flag.default and not had:
             expected = "leave it out, or transformer_impl = transformer_engine beside it: Transformer Engine's layers have it"
             yield ConfigError(f"trainer.megatron.{name}", value, expected)

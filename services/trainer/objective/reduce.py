@@ -11,7 +11,7 @@ Source: per rollout, GRPO (arXiv:2402.03300), eq. 3; per token, DAPO (arXiv:2503
 import math
 from collections import Counter
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -51,7 +51,7 @@ def sample_weights(
     counts, divisor = np.asarray(trained_tokens, np.float64), denominator(trained_tokens, parts, reducer)
     if reducer == "rollout_mean":
         return np.asarray(parts / np.maximum(counts, 1) / divisor)
-    return np.full(counts.shape, 1.0 / divisor / (fixed_length if reducer == "fixed_length" and fixed_length else 1))
+    return np.full(counts.shape, 1.0 / divisor / (1 if reducer == "token_mean" else cast(int, fixed_length)))  # which this reducer has
 
 
 def denominator(trained_tokens: npt.ArrayLike, parts: npt.ArrayLike, reducer: Reducer = "rollout_mean") -> float:
