@@ -169,7 +169,11 @@ async def test_every_role_can_do_its_work_and_the_servers_refuse_nothing(
                 await ready(registry, buffer)
         await player.durable(2)
         await until(lambda: roles.stores["operator"].missing(keys), "the end of the payloads")
-        assert await runs.phase(trainer, RUN) == runs.FINISHED
+
+        async def finished() -> bool:
+            return await runs.phase(trainer, RUN) == runs.FINISHED
+
+        await until(finished, "the end of the run")
         await Registry(rollout, RUN).leave(registered)
         assert reward.stop() == 0
         assert buffer.stop() == 0
