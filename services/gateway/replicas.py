@@ -133,7 +133,7 @@ class Residents:
 
 REFRESH_SECONDS = 0.5  # The interval at which the registry is read
 BACKED_OFF = 0.75  # The share of its requests that a replica keeps when its engine had to take requests back
-FEWEST = 4  # The least number of requests at once that a replica is given
+FEWEST = 4  # The least number of requests at once that a replica is given, where the config allows so many
 RETRY_AFTER_S = 2.0
 CROWDED_SECONDS = 0.25  # The interval at which a session that waits for room tries again
 ASKED_AT_ONCE = 32  # The idle sessions of which one reading of the store says whether they have ended: their newest turns come along
@@ -173,7 +173,7 @@ class GenerationLimit:
         """Notes a request's end. ``retractions``: how often its engine took it back; ``now``: monotonic seconds."""
         if retractions:
             if now - self.changed >= 1.0:  # the requests of one shortage report it together
-                self.limit, self.changed = max(FEWEST, self.limit * BACKED_OFF), now
+                self.limit, self.changed = max(min(FEWEST, self.most), self.limit * BACKED_OFF), now
         elif self.running >= int(self.limit) - 1:
             self.limit = min(self.most, self.limit + 1.0 / self.limit)
 
@@ -220,12 +220,14 @@ def _rank(session: str, instance: str) -> bytes:
 class Replicas:
     """The replicas of a run, by the registry. ``most``: requests that a replica gets at once, at most. ``asleep``: whether replicas sleep
     while a trainer computes on their GPUs. ``apart``: evaluations have replicas of their own (`rollout.eval_replicas`). ``model``: the
-    frozen one that they serve; empty: the policy."""
+    frozen one that they serve; empty: the policy. ``context``: the most tokens of a sequence that each takes, or took where there is none
+    now; ``vocabulary``: of token ids; 0 before the first."""
 
     def __init__(self, registry: Registry, sessions: SessionStore, most: int, apart: bool = False, model: str = "") -> None:
         self._apart, self._model = apart, model
         self._registry, self._sessions, self._most = registry, sessions, most
         self.known: list[GenerationTarget] = []
+        self.context = self.vocabulary = 0
         self.asleep = False
         self._limits: dict[str, GenerationLimit] = {}
         self._residents: dict[str, Residents] = {}
@@ -239,7 +241,7 @@ class Replicas:
         while True:
             try:
                 statuses = await self._registry.alive()
-                self.known = targets(statuses, self._model)
+                self.note(targets(statuses, self._model))
                 self.asleep = any(one.state == ASLEEP for one in statuses if one.service == "rollout" and not self._model)
                 self._share_residents(sum(one.service == "gateway" for one in statuses))
                 await self._make_room(time.monotonic())
@@ -248,14 +250,11 @@ class Replicas:
                 log.warning("registry_not_read", error=str(error) or type(error).__name__)
             await asyncio.sleep(REFRESH_SECONDS)
 
-    @property
-    def context(self) -> int:
-        """Returns the most tokens of a sequence that every replica takes; 0 where there is none."""
-        return min((one.context for one in self.known), default=0)
-
-    @property
-    def vocabulary(self) -> int:
-        return min((one.vocabulary for one in self.known), default=0)
+    def note(self, known: list[GenerationTarget]) -> None:
+        """Notes the replicas that there are now. What a sequence may be does not end with the last one's address."""
+        self.known = known
+        self.context = min((one.context for one in known), default=self.context)
+        self.vocabulary = min((one.vocabulary for one in known), default=self.vocabulary)
 
     @property
     def running(self) -> int:
@@ -395,7 +394,7 @@ class GenerationClient:
             status, body = await self._post(url, request, hear)
         if isinstance(body, TurnGeneration):
             return body
-        if status == HTTPStatus.BAD_REQUEST:
+        if status in (HTTPStatus.BAD_REQUEST, HTTPStatus.REQUEST_ENTITY_TOO_LARGE):
             raise TurnRefused(400, f"the engine refuses it: {_text(body)}")
         if status != HTTPStatus.OK:
             raise ReplicaFailed(url, f"answered {status}: {_text(body)}", busy=status == HTTPStatus.TOO_MANY_REQUESTS)

@@ -29,7 +29,7 @@ from services.rollout.engine.transport import EngineError, InvalidRequest, whole
 from services.rollout.in_flight import Requests
 from services.rollout.prefill_engines import PREFILL_PATH, VERSION_HEADER, rids_of, was_aborted
 from services.rollout.served_version import ServedVersion
-from shared.data.media import MediaRule, ShownPictures
+from shared.data.media import MOST_BYTES, MediaRule, ShownPictures
 from shared.data.tokenizer import Tokenizer
 from shared.formats.request import TASK_HEADER
 from shared.hooks.sample_agreement import Answer, compared
@@ -44,6 +44,7 @@ from shared.service.service_base import Service
 from shared.sessions.session import CONTENT_TYPE, GENERATE_PATH, KEY_HEADER, TurnGeneration, TurnRequest
 
 MOST_TOKENS, ANSWER_TOKENS = 1 << 22, 64  # sampled tokens that are remembered, 32 MiB, and as how many an answer counts besides its own
+KEYED_BYTES = 2 * MOST_BYTES  # the largest body of who has the gateways' key: a prompt's pictures, for prefill in base64, and its tokens
 
 
 class EngineAnswers:
@@ -245,7 +246,7 @@ class EngineProxy(EndpointServer):
     async def _generate_turn(self, request: web.BaseRequest) -> web.StreamResponse:
         await self._check_key(request)
         self._present()
-        asked = TurnRequest.decode(await body_of(request, CONTENT_TYPE))
+        asked = TurnRequest.decode(await body_of(request, CONTENT_TYPE, KEYED_BYTES))
         client = await self._serving()
         if client.version < asked.min_version:
             raise RequestDenied(HTTPStatus.CONFLICT, f"this replica serves version {client.version}, older than {asked.min_version}")
@@ -277,7 +278,7 @@ class EngineProxy(EndpointServer):
         await self._check_key(request)
         self._present()
         wanted, end = request.headers.get(VERSION_HEADER, ""), asyncio.get_running_loop().time() + self._wait_s
-        body = orjson.loads(await body_of(request))
+        body = orjson.loads(await body_of(request, most=KEYED_BYTES))
         client = await self._serving()
         while str(client.version) != wanted and wanted.isdecimal() and client.version < int(wanted):
             if asyncio.get_running_loop().time() > end:

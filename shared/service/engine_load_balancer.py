@@ -268,19 +268,19 @@ async def _copied(request: web.BaseRequest, answer: aiohttp.ClientResponse) -> w
     return response
 
 
-async def body_of(request: web.BaseRequest, kind: str = "application/json") -> bytes:
+async def body_of(request: web.BaseRequest, kind: str = "application/json", most: int = BODY_BYTES) -> bytes:
     """Returns the whole body. A form of another site's cannot be sent as JSON, so no browser is made to ask an engine on loopback."""
     if request.content_type != kind or request.headers.get("Content-Encoding", "identity") != "identity":
         raise RequestDenied(HTTPStatus.UNSUPPORTED_MEDIA_TYPE, f"expected a body of {kind}, not compressed")
-    if (request.content_length or 0) > BODY_BYTES:
-        raise RequestDenied(HTTPStatus.REQUEST_ENTITY_TOO_LARGE, f"expected a body of at most {BODY_BYTES} bytes")
+    if (request.content_length or 0) > most:
+        raise RequestDenied(HTTPStatus.REQUEST_ENTITY_TOO_LARGE, f"expected a body of at most {most} bytes")
     body = bytearray()
     try:
         async with asyncio.timeout(BODY_SECONDS):
             async for chunk in request.content.iter_any():
                 body += chunk
-                if len(body) > BODY_BYTES:
-                    raise RequestDenied(HTTPStatus.REQUEST_ENTITY_TOO_LARGE, f"expected a body of at most {BODY_BYTES} bytes")
+                if len(body) > most:
+                    raise RequestDenied(HTTPStatus.REQUEST_ENTITY_TOO_LARGE, f"expected a body of at most {most} bytes")
     except TimeoutError:
         raise RequestDenied(HTTPStatus.REQUEST_TIMEOUT, f"the body did not come within {BODY_SECONDS:g} s") from None
     return bytes(body)

@@ -598,7 +598,7 @@ class TurnRequest(Message):
     sampling: Sampling
     seed: int | None = Field(default=None, ge=0, le=LARGEST)
     min_version: Count = 0
-    seconds: float = Field(gt=0, le=86400)
+    seconds: float = Field(gt=0)
     stream: bool = False
     structural_tag: str = ""
     top_count: int = Field(default=0, ge=0, le=MOST_TOP)

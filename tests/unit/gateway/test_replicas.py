@@ -6,7 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
-from unittest.mock import Mock
+from unittest.mock import AsyncMock, Mock
 
 import aiohttp
 import numpy as np
@@ -50,6 +50,17 @@ def test_a_version_that_only_the_other_fleet_serves_is_behind() -> None:
     with pytest.raises(TurnRefused, match="serve version 3, older than the 9") as refused:
         replicas.check_version(9, replicas.fleet(evaluation=False))
     assert refused.value.status == 409
+
+
+async def test_what_a_sequence_may_be_outlasts_the_replicas_addresses(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A prompt that is made while a trainer has the GPUs is refused for no length: its turn waits for a replica."""
+    monkeypatch.setattr("services.gateway.replicas.REFRESH_SECONDS", 0.0)
+    statuses = [status(0), status(1, gauges={CONTEXT_GAUGE: 256.0, VOCABULARY_GAUGE: 90.0})]
+    registry = Mock(alive=AsyncMock(side_effect=[statuses[:1], statuses, [status(0, engine="")], asyncio.CancelledError]))
+    replicas = Replicas(registry, Mock(ended=AsyncMock(return_value=set())), 8)
+    with pytest.raises(asyncio.CancelledError):
+        await replicas.keep()
+    assert (replicas.known, replicas.context, replicas.vocabulary) == ([], 256, 90)
 
 
 async def test_a_turn_whose_fleet_is_gone_is_refused_by_its_deadline_with_the_fleets_name() -> None:
@@ -184,3 +195,6 @@ def test_draws_are_fewer_while_memory_lacks_and_come_back() -> None:
     for _ in range(100):
         idle.ended(0, now=2.0)
     assert idle.limit == 64 * BACKED_OFF, "what is not used says nothing about what would fit"
+    few = GenerationLimit(1)
+    few.ended(1, now=1.0)
+    assert few.limit == 1, "what lacks memory gets no more than the config allows"

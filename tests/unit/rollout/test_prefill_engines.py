@@ -11,12 +11,15 @@ from contextlib import AsyncExitStack
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
+from unittest.mock import AsyncMock, Mock
 
 import aiohttp
+import numpy as np
 import pytest
 import structlog
 from aiohttp import web
 
+from services.gateway.replicas import GenerationClient
 from services.rollout import prefill_engines
 from services.rollout.engine.engine_client import EngineClient
 from services.rollout.engine.generation import Generation, GenerationRequest
@@ -26,9 +29,13 @@ from services.rollout.engine_proxy import EngineProxy
 from services.rollout.prefill_engines import DecodeTransport, PrefillEngines
 from services.rollout.served_version import ServedVersion
 from shared.config.engine_limits import Capabilities
+from shared.data.media import ShownPictures
+from shared.formats.request import TurnRefused
 from shared.runtime.telemetry import Metrics
 from shared.schema.messages import Sampling
+from shared.service.engine_load_balancer import BODY_BYTES
 from shared.service.service_base import Service
+from shared.sessions.session import TurnRequest
 from tests.support.waiting import until
 
 CAN = Capabilities(release="0.5.20", vocab_size=64, max_sequence=64, weight_sessions=False, overlaps=False)
@@ -84,7 +91,7 @@ class Pair:
             self.aborted.append((await request.json())["rid"])
             return web.json_response({})
 
-        where, app = self._directory / kind, web.Application()
+        where, app = self._directory / kind, web.Application(client_max_size=64 << 20)
         where.mkdir()
         app.router.add_post("/generate", generate)
         app.router.add_post("/abort_request", abort)
@@ -96,7 +103,7 @@ class Pair:
 
     async def _prefilled(self, body: dict[str, Any]) -> web.Response:
         await self.computing.wait()
-        self._rooms[body["bootstrap_room"]].set()
+        self._rooms[body.get("bootstrap_room", 0)].set()
         return web.json_response([self._answer(body, 1)])
 
     async def _decoded(self, body: dict[str, Any]) -> web.Response:
@@ -109,7 +116,7 @@ class Pair:
 
     def _answer(self, body: dict[str, Any], count: int) -> dict[str, Any]:
         spans = [{"version": str(self.begins_at), "start": 0, "end": count}]
-        meta = {"id": body["rid"][0], "finish_reason": {"type": "length"}, "weight_versions": spans, "completion_tokens": count}
+        meta = {"id": body["rid"][0], "finish_reason": {"type": "length"}, "weight_versions": spans, "completion_tokens": count, "prompt_tokens": 1}
         return {"output_ids": [9] * count, "meta_info": meta | {"output_token_logprobs": [[-1.0, 9, None]] * count}}
 
 
@@ -118,6 +125,25 @@ async def pair(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.Mon
     monkeypatch.setattr(prefill_engines, "RETRY_SECONDS", 0.01)
     async with AsyncExitStack() as opened:
         yield await Pair(tmp_path_factory.mktemp("p"), opened).start()
+
+
+async def test_pictures_beyond_the_body_of_an_open_address_come_to_engines(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    """From gateways as they are stored, and for prefill in base64. What is more is refused for good: no other replica would take it."""
+    await pair.add_prefill()
+    rule = Mock(media_type="image/png", forbidden=(), unexpanded=np.array)
+    shown = ShownPictures(rule, (b"p" * BODY_BYTES,))
+    sampling = Sampling(temperature=1.0, max_new_tokens=4)
+    [found] = await pair.decode.generate_group([GenerationRequest([5], 4, rid="sample", shown=shown)], sampling, deadline=60)
+    assert len(found.tokens) == 4
+    client, url = GenerationClient(Mock(gateway_key=AsyncMock(return_value=KEY))), next(iter(pair.engines.known)).partition("#")[0]
+    asked = TurnRequest(request="r", input_ids=np.array([5], np.int32), sampling=sampling, seconds=1e6, pictures=shown.pictures)
+    try:
+        assert (await client.generate(url, asked)).completion.tolist() == [9]
+        monkeypatch.setattr("services.rollout.engine_proxy.KEYED_BYTES", 1000)
+        with pytest.raises(TurnRefused, match="a body of at most 1000 bytes"):
+            await client.generate(url, asked.model_copy(update={"pictures": (b"p" * 1000,)}))
+    finally:
+        await client.close()
 
 
 async def test_both_engines_get_a_request_with_one_room(pair: Pair) -> None:
