@@ -176,7 +176,7 @@ class Layers:
                 continue
             known = self.values.setdefault(section, {})
             for name, value in fields.items():
-                known[name] = over(known[name], value) if name in known else value
+                known[name] = value if _is_file(section, name, value) else _merged(known.get(name), value)
                 self.origins[f"{section}.{name}"] = path
 
     def file(self, section: str, field: str) -> Path | None:
@@ -206,12 +206,25 @@ def _bases(value: Any, path: Path) -> list[str]:
     return bases
 
 
-def over(below: Any, above: Any) -> Any:
-    """Merges tables key by key, also one that stands as JSON; a file of prompts, which is a table with a path, is one value."""
+def over(below: dict[str, dict[str, Any]], above: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
+    """Returns sections with the fields of others over theirs."""
+    layers = Layers({section: dict(fields) for section, fields in below.items()})
+    layers.lay(above, Path())
+    return layers.values
+
+
+def _is_file(section: str, name: str, value: Any) -> bool:
+    """Returns whether a field's value is one file of prompts: a table with a path, where the field is no table of any keys."""
+    known = section_model(section).model_fields.get(name) if section in RunConfig.model_fields else None
+    return isinstance(value, dict) and "path" in value and (known is None or get_origin(known.annotation) is not dict)
+
+
+def _merged(below: Any, above: Any) -> Any:
+    """Merges tables key by key, also one that stands as JSON."""
     below = _table(below, dict[str, Any] if isinstance(above, dict) else str)
-    if not isinstance(below, dict) or not isinstance(above, dict) or "path" in above:
+    if not isinstance(below, dict) or not isinstance(above, dict):
         return above
-    return {**below, **{key: over(below[key], value) if key in below else value for key, value in above.items()}}
+    return {**below, **{key: _merged(below.get(key), value) for key, value in above.items()}}
 
 
 # --- slime's files
@@ -225,10 +238,10 @@ PLACED = ("num_nodes", "num_gpus_per_node")  # What slime leaves out of such a f
 EXPECTED = "megatron: a list of entries with role (actor, critic; each once at most) and overrides, a mapping of flags"
 
 
-def _yaml(field: str, path: Path, loader: type[yaml.SafeLoader] = yaml.SafeLoader) -> Any:
+def _yaml(field: str, path: Path) -> Any:
     """Returns the content of a file that ``field`` names. Raises ConfigError."""
     try:
-        return yaml.load(path.read_text(), loader)
+        return yaml.load(path.read_text(), _UniqueKeys)
     except FileNotFoundError:
         raise ConfigError(field, str(path), "no such file") from None
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
@@ -456,7 +469,7 @@ def lay_picture_backend(layers: Layers) -> None:
 def _sglang_models(path: Path, size: int) -> tuple[dict[str, dict[str, Any]], dict[str, bool | None]]:
     """Returns the models of a file, in the form of ``[rollout.models]``, and what each says of ``update_weights``. Raises ConfigError."""
     try:
-        given = _SlimeFile.model_validate(_yaml(SGLANG_CONFIG, path, _UniqueKeys)).sglang
+        given = _SlimeFile.model_validate(_yaml(SGLANG_CONFIG, path)).sglang
         return {model.name: model.table(size) for model in given}, {model.name: model.update_weights for model in given}
     except ValidationError as error:
         found = error.errors()[0]
@@ -491,17 +504,18 @@ _NOT_IN_SETS = {
 class _UniqueKeys(yaml.SafeLoader):
     """Refuses a key that is there twice: the first value would be lost in silence."""
 
-    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-        keys = [self.construct_object(key, deep=True) for key, _ in node.value]
-        for key in keys:
-            if keys.count(key) > 1:
-                raise yaml.constructor.ConstructorError(None, None, f"the key {key!r} is there twice", node.start_mark)
-        return super().construct_mapping(node, deep)
+    def compose_mapping_node(self, anchor: str | None) -> yaml.MappingNode:
+        node = super().compose_mapping_node(anchor)
+        keys = [(key.tag, key.value) for key, _ in node.value if not key.tag.endswith(":merge")]  # whose keys the mapping's own override
+        for tag, key in keys:
+            if keys.count((tag, key)) > 1:
+                raise yaml.composer.ComposerError(None, None, f"the key {key!r} is there twice", node.start_mark)
+        return node
 
 
 def read_sets(path: Path) -> list[dict[str, Any]]:
     """Returns the sets of a file, as tables. Raises ConfigError that names the entry."""
-    content = _yaml(EVAL_CONFIG, path, _UniqueKeys)
+    content = _yaml(EVAL_CONFIG, path)
     content = content.get("eval", content) if isinstance(content, dict) else content
     if not isinstance(content, dict):
         raise ConfigError(EVAL_CONFIG, str(path), "expected a mapping with datasets, and defaults if you like, or one under eval")

@@ -87,11 +87,11 @@ def read(arguments: list[str]) -> CommandLine:
             continue
         words = before[: len(before) - len(rest)]
         flag, _, value = words[0].partition("=")
-        repeatable = adds(flag.removeprefix("--").replace("-", "_"))
-        if seen.get(flag, words) != words and not repeatable and not value.startswith("{") and not words[-1].startswith("{"):
+        key, repeatable = flag.replace("--no-", "--", 1), adds(flag.removeprefix("--").replace("-", "_"))
+        if seen.get(key, words) != words and not repeatable and not value.startswith("{") and not words[-1].startswith("{"):
             last = " ".join([value, *words[1:]]).strip()
-            given.notes.append(f"{flag} is given twice: {last} counts, the last")
-        seen[flag] = words
+            given.notes.append(f"{key} is given twice: {last or flag} counts, the last")
+        seen[key] = words
     for name, renamed in given.renamed.items():
         given.overrides.setdefault(owners[name], {}).setdefault(name, renamed)
     return given
@@ -118,6 +118,8 @@ def _read_flag(rest: list[str], owners: Mapping[str, str], given: CommandLine) -
     elif positive in owners:
         if not is_switch(positive):
             raise ConfigError(flag, text, f"unknown flag; {nearest(flag.replace('--no-', '--', 1), flags())}")
+        if equals:
+            raise ConfigError(flag, text, f"no value: it turns --{positive.replace('_', '-')} off, which takes true or false")
         given.set(owners[positive], positive, False, flag)
     else:
         _translated(flag, name, own, rest, given)

@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, Self
 from urllib.parse import urlsplit
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, StringConstraints, model_validator
+from pydantic import AfterValidator, BeforeValidator, Field, StringConstraints, model_validator
 
-from shared.config.section import FROM_TEXT, HOOK, MUTABLE, RECORDED, Rule, Section, Table, Words, hook
+from shared.config.section import FROM_TEXT, HOOK, MUTABLE, RECORDED, Keys, Rule, Section, Table, Words, hook
 from shared.config.sglang_flags import plain_name
 from shared.config.speculation import Speculation, speculates
 from shared.environment import environment_url as address
@@ -87,10 +87,8 @@ TRANSFER = "disaggregation-transfer-backend"
 MODEL_NAME = r"^[A-Za-z][A-Za-z0-9_.-]{0,47}$"  # The pattern of a model's name: requests, instances and functions know it by that
 
 
-class ConfigTable(BaseModel):
+class ConfigTable(Keys):
     """A table of the config whose unknown keys are refused with the nearest valid one."""
-
-    model_config = ConfigDict(extra="forbid", validate_default=True, allow_inf_nan=False)
 
     @model_validator(mode="before")
     @classmethod

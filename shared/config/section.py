@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator
 from operator import attrgetter
 from typing import Annotated, Any, ClassVar, NamedTuple, Self
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationInfo, model_validator
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationInfo, field_validator, model_validator
 
 MUTABLE: dict[str, Any] = {"json_schema_extra": {"mutable": True}}  # Marks fields that may change when a run is resumed
 
@@ -89,10 +89,31 @@ WITHOUT_RULES = {"rules": False}
 """The context in which sections are validated field by field alone: combinations of fields are not looked at."""
 
 
-class Section(BaseModel):
-    """A section ``[name]`` of the config; its class is called after it: ``AlgorithmSection``."""
+def _is_counted(given: Any, taken: Any) -> bool:
+    """Returns whether a switch was taken for a number, in a list or a table too."""
+    if isinstance(given, list) and isinstance(taken, list):
+        return any(map(_is_counted, given, taken))
+    if isinstance(given, dict) and isinstance(taken, dict):
+        return any(_is_counted(given[key], taken[key]) for key in given.keys() & taken.keys())
+    return isinstance(given, bool) and type(taken) in (int, float)
+
+
+class Keys(BaseModel):
+    """Keys of the config and their values: no others, and no switch for a number, which pydantic would take for 1 or 0."""
 
     model_config = ConfigDict(extra="forbid", validate_default=True, allow_inf_nan=False)
+
+    @field_validator("*", mode="wrap")
+    @classmethod
+    def _counts_no_switch(cls, given: Any, check: Callable[[Any], Any]) -> Any:
+        if _is_counted(given, taken := check(given)):
+            raise ValueError("expected a number")
+        return taken
+
+
+class Section(Keys):
+    """A section ``[name]`` of the config; its class is called after it: ``AlgorithmSection``."""
+
     rules: ClassVar[tuple[Rule, ...]] = ()
 
     @model_validator(mode="after")

@@ -7,7 +7,8 @@ import pytest
 
 from myxo.run import config_toml
 from shared.config import flags
-from shared.config.config_reading import load
+from shared.config.config_layers import over
+from shared.config.config_reading import load, read
 from shared.data.data_files import DataFile
 from shared.runtime.errors import ConfigError
 from tests.support.run_config import run_config
@@ -100,3 +101,51 @@ def test_a_file_of_prompts_is_one_value(plain: Path, tmp_path: Path) -> None:
     write(tmp_path / "base.toml", f'[data]\nprompt_data = {{ path = "{prompts}", weight = 3.0 }}\n')
     path = write(tmp_path / "run.toml", f'base = ["plain.toml", "base.toml"]\n[data]\nprompt_data = {{ path = "{prompts}" }}\n')
     assert load(path).data.prompt_data == [DataFile(Path(prompts))]
+
+
+def test_a_table_of_ones_own_keys_is_merged_also_with_a_key_path(plain: Path, tmp_path: Path) -> None:
+    keys = '[run.custom_args]\npath = "{0}"\n[rollout.agent_options.servers]\npath = "{0}"\n'
+    write(tmp_path / "base.toml", keys.format("a") + "deep = 1\n[run.custom_args.more]\nn = 3\n")
+    path = write(tmp_path / "run.toml", f'base = ["plain.toml", "base.toml"]\n{keys.format("b")}')
+    config = load(path, flags.parse(["--custom-args", '{"path": "c"}']))
+    assert config.run.custom_args == {"path": "c", "more": {"n": 3}}
+    assert config.rollout.agent_options == {"servers": {"path": "b", "deep": 1}}
+    assert over({"run": {"custom_args": {"path": "a", "n": 3}}}, {"run": {"custom_args": {"path": "b"}}, "data": {}}) == {
+        "run": {"custom_args": {"path": "b", "n": 3}},
+        "data": {},
+    }
+
+
+def test_a_switch_is_no_number_in_a_field_a_list_a_table_or_a_set(plain: Path, tmp_path: Path) -> None:
+    own = tmp_path / "own.yaml"
+    own.write_text("save_interval: on\n")
+    sets = '[[eval.sets]]\nname = "held"\npath = "held.jsonl"\nn_samples_per_eval_prompt = true\n'
+    run = f'[run]\ncustom_config_path = "{own}"\n[trainer]\nlr = true\ncritic_lr = false\nmax_tokens_per_gpu = true\n{sets}'
+    tables = (
+        "[rollout]\nrollout_stop_token_ids = [7, true]\nengine_groups = [{ replicas = true }]\n[reward.reward_weights]\nlength = true\n"
+    )
+    path = write(tmp_path / "run.toml", 'base = "plain.toml"\n' + run + tables)
+    problems = read(path).problems
+    fields = [
+        "trainer.lr",
+        "critic_lr",
+        "max_tokens_per_gpu",
+        "save_interval",
+        "sets.held",
+        "rollout_stop_token_ids",
+        "replicas",
+        "reward_weights",
+    ]
+    assert [field for field in sorted(fields) if not any(field in str(problem) for problem in problems)] == []
+    assert all("expected a number" in str(problem) for problem in problems), problems
+
+
+def test_switches_words_and_numbers_are_taken_where_they_are_meant(plain: Path, tmp_path: Path) -> None:
+    text = (
+        'base = "plain.toml"\n[trainer]\nmax_tokens_per_gpu = "auto"\ntrainer_backend = "torch"\noffload_train = false\ncolocate = true\n'
+    )
+    path = write(tmp_path / "run.toml", text + "[run.custom_args]\ndeep = [true, 1]\n[rollout.sglang]\nenable-mixed-chunk = true\n")
+    config = load(path, flags.parse(["--lr", "1e-5", "--num-rollout", "7", "--critic-lr", "none", "--rollout-stop-token-ids", "1", "2"]))
+    assert (config.trainer.lr, config.rollout.num_rollout, config.trainer.critic_lr) == (1e-5, 7, None)
+    assert config.rollout.rollout_stop_token_ids == [1, 2] and config.trainer.max_tokens_per_gpu == "auto"
+    assert config.run.custom_args == {"deep": [True, 1]} and config.rollout.sglang["enable-mixed-chunk"] is True

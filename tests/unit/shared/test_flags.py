@@ -77,6 +77,7 @@ def test_engine_flags_pass_through_verbatim(words: str, expected: dict[str, Any]
         ("--rollout-batchsize=3", r"--rollout-batchsize = '3': unknown flag"),
         ("--no-lr 3", r"--no-lr = '': unknown flag; did you mean --lr\?"),
         ("--no-such-thing", r"--no-such-thing = '': unknown flag"),
+        ("--no-colocate=false", "--no-colocate = 'false': no value: it turns --colocate off, which takes true or false"),
         ("--rolloutbatchsize 3", r"did you mean --rollout-batch-size\?"),
         ("--eval-prompts x", r"did you mean --eval-prompt-data\?"),
         ("--moe-router-dtypes x", r"did you mean --moe-router-dtype\?"),

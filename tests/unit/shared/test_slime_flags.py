@@ -85,6 +85,7 @@ def test_the_last_of_a_flag_given_twice_counts_and_that_is_told() -> None:
     given = flags.read(["--lr", "1e-5", "--rotary-base", "1", "--lr", "1e-6", "--rotary-base", "2", "--swiglu", "--swiglu"])
     assert given.overrides == {"trainer": {"lr": "1e-6", "megatron": {"rotary_base": 2.0, "swiglu": True}}}
     assert given.notes == ["--lr is given twice: 1e-6 counts, the last", "--rotary-base is given twice: 2 counts, the last"]
+    assert flags.read(["--colocate", "--no-colocate"]).notes == ["--colocate is given twice: --no-colocate counts, the last"]
     hooks = flags.read(["--rollout-sample-hook-path", "a:f", "--rollout-sample-hook-path=b.g", "--rollout-sample-hook-path", "c:h", "d:i"])
     assert (hooks.overrides, hooks.notes) == ({"rollout": {"rollout_sample_hook_path": ["a:f", "b.g", "c:h", "d:i"]}}, [])
 
@@ -195,6 +196,12 @@ def test_a_custom_config_file_stands_over_all_and_its_other_keys_go_to_the_users
     router, refused = map(str, read(None, given).problems)
     assert "trainer.megatron.moe_router_dtype" in router + refused and "run.keep_old_actor" in router + refused
     assert router.endswith(f"(in {own})") and refused.endswith(f"(in {own})")
+    own.write_text("lr: 1.0e-6\nlr: 1.0e-5\n")
+    assert "the key 'lr' is there twice" in str(read(None, given).problems[0]), "the first value would be lost"
+    own.write_text("first: {inner: &one {<<: &zero {lr: 1, n: 2}, lr: 3}}\nother: {<<: *one, <<: *zero}\n")
+    config, problems, *_ = read(None, given)
+    assert problems == [] and config is not None, "a key of one's own beside a merged one is no second"
+    assert config.run.custom_args["first"] == {"inner": {"lr": 3, "n": 2}}
     own.write_text("- 1\n")
     assert [str(problem) for problem in read(None, given).problems] == [f"run.custom_config_path = '{own}': a mapping: field = value"]
     own.unlink()
