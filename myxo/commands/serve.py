@@ -2,7 +2,6 @@
 
 import argparse
 import asyncio
-import contextlib
 import time
 from pathlib import Path
 from typing import Any
@@ -16,11 +15,9 @@ from myxo.launch.supervisor import AT_WORK, StopReason, Supervisor
 from myxo.preflight import Source, checked_config
 from myxo.run.run_access import given_servers
 from myxo.run.run_directory import RunDirectory
-from shared.bus import streams
-from shared.bus.bus_errors import BUS_ERRORS
 from shared.bus.connection import Bus
-from shared.bus.subjects import Subjects
 from shared.config.config_layers import over
+from shared.view.live_services import newest_gauges
 
 _SERVE = """Serve a model to clients of the Tinker SDK: they train adapters of it (or, without lora_rank, all of it) and sample from what
 they trained, by a loop of their own.
@@ -41,7 +38,7 @@ class Serving(Launch):
 
     async def _until_end(self, bus: Bus, supervisor: Supervisor, polling: asyncio.Task[None], shown: Display) -> StopReason | None:
         shown.close()
-        done, look_at, reported = 0, 0.0, ""
+        look_at, reported = 0.0, ""
         while not self._signals:
             now = time.monotonic()
             self._tick_servers(bus, now)
@@ -49,8 +46,7 @@ class Serving(Launch):
             if now >= look_at:
                 look_at = now + LOOK_SECONDS
                 self._waits.see(self._situation(bus, supervisor.statuses(now), self._disk.text), time.time())
-                with contextlib.suppress(*BUS_ERRORS):  # what clients get done counts as steps: what dies without any is given up
-                    done = await streams.last_sequence(bus, Subjects(self._run).commands_stream, LOOK_SECONDS)
+            done = self._progress.seen(0, newest_gauges(self._statuses, "trainer"))  # what dies without answers to clients is given up
             if (reason := supervisor.tick(now, done, hold=bool(self._disk.text))) is not None:
                 return reason
             if polling.done():

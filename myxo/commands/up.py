@@ -274,6 +274,11 @@ def take_flags(parsed: argparse.Namespace, rest: list[str]) -> list[str]:
     return []
 
 
+def leading(words: list[str]) -> tuple[Path | None, list[str]]:
+    """Returns the optional path before a command's flags, and these: argparse would take the value of a flag for it."""
+    return (Path(words[0]), words[1:]) if words and not words[0].startswith("-") else (None, words)
+
+
 def with_flags(command: argparse.ArgumentParser, about: str, usage: str, run: Callable[[argparse.Namespace, Console], int]) -> None:
     """Declares a command that takes flags over a config's values behind its own words, the ``usage``, and what runs it."""
     command.description, command.usage = about, f"{command.prog} {usage} [flags]"
@@ -380,10 +385,9 @@ def declare_train(command: argparse.ArgumentParser) -> None:
 
 
 def _train(parsed: argparse.Namespace, console: Console) -> int:
-    words = list(parsed.flags)
-    path = Path(words.pop(0)) if words and not words[0].startswith("-") else None
+    path, words = leading(parsed.flags)
     if parsed.run_name is not None:
-        words += ["--name", parsed.run_name]
+        words = [*words, "--name", parsed.run_name]
     return up(train_source(path, words, fresh=parsed.fresh), console, fresh=parsed.fresh, dry_run=dry_run(parsed))
 
 

@@ -29,6 +29,12 @@ def test_a_directory_that_cannot_be_one_is_refused_by_name(tmp_path: Path, capsy
     assert "DIR = 'taken': " in capsys.readouterr().err and (tmp_path / "taken").read_text() == "a file"
 
 
+def test_an_unknown_flag_is_refused_before_anything_is_made(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="--num-rollouts = '': unknown flag"):
+        quickstart(tmp_path / "new", ["--num-rollouts", "5"], SafeConsole())
+    assert not (tmp_path / "new").exists()
+
+
 def test_what_is_not_installed_is_told_with_what_installs_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     found = importlib.util.find_spec
     monkeypatch.setattr(importlib.util, "find_spec", lambda name, *rest: None if name == "torch" else found(name, *rest))

@@ -3,11 +3,13 @@
 import re
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
 import shared
-from myxo.main import COMMANDS, NEAR_WORDS, main
+from myxo.commands.up import leading
+from myxo.main import COMMANDS, NEAR_WORDS, main, parse
 from shared.config import flags
 from shared.runtime import exit_codes
 from shared.runtime.exit_codes import BAD_INPUT
@@ -46,6 +48,13 @@ def test_wrong_use_is_one_line_and_exit_code_2(capsys: pytest.CaptureFixture[str
     assert (code, out) == (exit_codes.BAD_INPUT, "")
     assert len(err.splitlines()) == 1
     assert err.startswith("myxo")
+
+
+def test_the_value_of_a_flag_is_no_path_before_it() -> None:
+    for words, path in {"--num-rollout 5": None, "there --num-rollout 5": Path("there"), "--fresh there": Path("there"), "": None}.items():
+        parsed = parse(["quickstart", *words.split()])
+        assert leading(parsed.flags) == (path, ["--num-rollout", "5"] if "5" in words else []), words
+    assert leading(parse(["doctor", "--lr", "1e-5", "--json"]).flags) == (None, ["--lr", "1e-5"])
 
 
 def test_near_words_lead_to_commands_that_are_there(capsys: pytest.CaptureFixture[str]) -> None:

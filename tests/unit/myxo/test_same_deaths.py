@@ -1,7 +1,12 @@
 """When a service that dies of the same again and again is given up."""
 
+import asyncio
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
 
+from myxo.commands import serve
 from myxo.launch.supervisor import RunProgress, SameDeaths
 from tests.support.tables import table
 
@@ -63,3 +68,22 @@ def test_a_training_endpoint_gets_on_by_its_answers() -> None:
         deaths = [same.died(-9, "", progress.seen(0, gauges)) for _ in range(3)]
         assert True not in deaths, answered
     assert progress.seen(7, {}) == 7 + 3
+
+
+def test_what_a_server_accepts_without_an_answer_is_no_progress(monkeypatch: pytest.MonkeyPatch) -> None:
+    serving: Any = serve.Serving.__new__(serve.Serving)
+    trainer = SimpleNamespace(service="trainer", state="ready", engine="", at=0.0, gauges={})
+    vars(serving).update(_signals=[], _statuses=[trainer], _progress=RunProgress(), _disk=SimpleNamespace(text=""))
+    vars(serving).update(_tick_servers=lambda *_: None, _situation=lambda *_: None, _waits=SimpleNamespace(see=lambda *_: None))
+    answered, done = iter((0, 3, 3, 5, 5)), list[int]()
+
+    def tick(now: float, steps: int, hold: bool) -> str | None:
+        done.append(steps)
+        trainer.gauges = {"client_commands": next(answered, None)}
+        return "died" if trainer.gauges["client_commands"] is None else None
+
+    monkeypatch.setattr(serve, "TICK_SECONDS", 0)
+    supervisor = SimpleNamespace(note_ready=lambda _: None, statuses=lambda _: [], tick=tick)
+    polling, shown = SimpleNamespace(done=lambda: False), SimpleNamespace(close=lambda: None)
+    assert asyncio.run(serving._until_end(None, supervisor, polling, shown)) == "died"
+    assert done == [0, 0, 1, 1, 2, 2], "the bus is not asked for what was accepted"
