@@ -10,7 +10,6 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 from rich.console import Console
 
@@ -147,10 +146,12 @@ def _run(parsed: argparse.Namespace, console: Console) -> int:
     replace_file(path, config_toml.dump(own).encode(), mode=0o600)
     code = up(Source.of(path, []), output, fresh=True)
     if code == exit_codes.DONE:
-        figures = _figures(config, own, item.version)
+        known = {"version": item.version, "newest": item.version, "step": config.steps_of_version(item.version)}  # in its own run it is 0
+        found = [entry | known for entry in json.loads(RunDirectory(own.run.root).summary.read_text())["evaluations"]]
+        figures = {"version": item.version, "evaluations": found}
         replace_file(directory / f"v{item.version:06d}.json", json.dumps(figures, indent=2).encode())
-        found = [EvaluationSummary(**fields) for fields in figures["evaluations"]]
-        rows = [(f"eval/{one.dataset}", f"{one.mean_reward:.3f} over {one.samples} samples{evaluation_details(one)}") for one in found]
+        ended = [EvaluationSummary(**fields) for fields in found]
+        rows = [(f"eval/{one.dataset}", f"{one.mean_reward:.3f} over {one.samples} samples{evaluation_details(one)}") for one in ended]
         if parsed.json:
             console.file.write(json.dumps(figures, indent=2) + "\n")
         else:
@@ -171,10 +172,3 @@ def evaluating(config: RunConfig, version: int, model: Path) -> RunConfig:
         weights={"update_weight_transport": "nccl", "join_from": "auto", **unset},
         debug={"save_debug_rollout_data": None, "save_debug_train_data": None, "dump_details": None},
     )
-
-
-def _figures(config: RunConfig, own: RunConfig, version: int) -> dict[str, Any]:
-    # in the run of its own the version is number 0
-    known = {"version": version, "newest": version, "step": config.steps_of_version(version)}
-    evaluations = [found | known for found in json.loads(RunDirectory(own.run.root).summary.read_text())["evaluations"]]
-    return {"version": version, "evaluations": evaluations}

@@ -17,7 +17,7 @@ from myxo.launch.service_plan import filled
 from myxo.preflight import Source, run_plan
 from myxo.preflight.run_plan import RunPlan
 from shared.config import devices
-from shared.config.config_layers import Layers
+from shared.config.config_layers import Layers, over
 from shared.config.config_reading import load
 from shared.config.run_config import RunConfig
 from shared.hub import hub_client, hub_names
@@ -87,13 +87,10 @@ def _read(source: Source) -> tuple[RunConfig, dict[str, Any]]:
         layers.read(source.path)
     layers.lay(source.given.overrides, Path())
     given = {section: fields for section, fields in layers.values.items() if isinstance(fields, dict)}
-    overrides = {section: dict(fields) for section, fields in source.given.overrides.items()}
     drawn = given.get("data", {}).get("data_source") or given.get("curriculum", {}).get("reasoning_gym")
-    for section, fields in STANDINS.items():
-        for name, value in fields.items():
-            if name not in given.get(section, {}) and not (name == "prompt_data" and drawn):
-                overrides.setdefault(section, {})[name] = value
-    return load(source.path, overrides), given
+    known = {*(name for fields in given.values() for name in fields), *(["prompt_data"] if drawn else [])}
+    lacking = {section: {name: value for name, value in fields.items() if name not in known} for section, fields in STANDINS.items()}
+    return load(source.path, over(lacking, source.given.overrides)), given
 
 
 def _shape(config: RunConfig, given: dict[str, Any], notes: list[str]) -> Architecture:

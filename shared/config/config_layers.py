@@ -16,6 +16,7 @@ what neither gives, the flags.
 import json
 import re
 import tomllib
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -519,7 +520,7 @@ def read_sets(path: Path) -> list[dict[str, Any]]:
     content = content.get("eval", content) if isinstance(content, dict) else content
     if not isinstance(content, dict):
         raise ConfigError(EVAL_CONFIG, str(path), "expected a mapping with datasets, and defaults if you like, or one under eval")
-    _check_keys("", content, ("defaults", "datasets"), path)
+    _check_fields("", content, path, ("defaults", "datasets"))
     defaults = content.get("defaults") or {}
     _check_fields("defaults", defaults, path)
     datasets = content.get("datasets")
@@ -539,17 +540,12 @@ def read_sets(path: Path) -> list[dict[str, Any]]:
     return [{**defaults, **fields} for fields in found]
 
 
-def _check_fields(where: str, fields: Any, path: Path) -> None:
+def _check_fields(where: str, fields: Any, path: Path, valid: Sequence[str] = tuple(EvalSet.model_fields)) -> None:
     if not isinstance(fields, dict):
         raise ConfigError(EVAL_CONFIG, f"{path}: {where}", f"expected a mapping, found {fields!r}")
-    _check_keys(where, fields, tuple(EvalSet.model_fields), path)
     for name, value in fields.items():
-        if isinstance(value, str) and "${" in value:
-            raise ConfigError(EVAL_CONFIG, f"{path}: {where}.{name} = {value!r}", "interpolations are not read; write the value")
-
-
-def _check_keys(where: str, fields: dict[Any, Any], valid: tuple[str, ...], path: Path) -> None:
-    for name in fields:
         if name not in valid:
             reason = _NOT_IN_SETS.get(str(name)) or f"unknown key; {nearest(str(name), list(valid))}"
             raise ConfigError(EVAL_CONFIG, f"{path}: {where}{'.' if where else ''}{name}", reason)
+        if isinstance(value, str) and "${" in value:
+            raise ConfigError(EVAL_CONFIG, f"{path}: {where}.{name} = {value!r}", "interpolations are not read; write the value")
