@@ -103,21 +103,17 @@ run it as `myxo up` does, to its table and its curve. No GPU, no checkout. Again
 
 def declare(command: argparse.ArgumentParser) -> None:
     """Declares the arguments."""
-    with_flags(command, _ABOUT, "[DIR] [options]", _run)
+    with_flags(command, _ABOUT, "[DIR] [options]", lambda parsed, console: quickstart(*leading(parsed.flags), console, fresh=parsed.fresh))
     command.add_argument("--fresh", action="store_true", help="remove what the run has done so far and start it anew")
 
 
-def _run(parsed: argparse.Namespace, console: Console) -> int:
-    directory, words = leading(parsed.flags)
-    return quickstart(directory or DIRECTORY, words, console, fresh=parsed.fresh)
-
-
-def quickstart(directory: Path, arguments: list[str], console: Console, *, fresh: bool = False) -> int:
-    """Makes the directory where it is missing, and runs the run in it. Returns the exit code of `up`.
+def quickstart(directory: Path | None, arguments: list[str], console: Console, *, fresh: bool = False) -> int:
+    """Makes the directory, by default `DIRECTORY`, where it is missing, and runs the run in it. Returns the exit code of `up`.
 
     ``arguments``: flags over the config's values. Raises ConfigError for a directory that cannot be used or packages that are missing,
     NotPrepared for what cannot be made.
     """
+    directory = directory or DIRECTORY
     flags.parse(arguments)  # what is refused there is refused before anything is made
     missing = [package for package in EXTRA if importlib.util.find_spec(package) is None]
     if missing:

@@ -28,8 +28,9 @@ from pydantic import Field, ValidationError, model_validator
 from shared.config import flag_table
 from shared.config.eval_section import EvalSet
 from shared.config.flag_table import Fields
-from shared.config.rollout_section import ConfigTable, WorkerType
+from shared.config.rollout_section import WorkerType
 from shared.config.run_config import RunConfig, field_sections, section_model
+from shared.config.section import ConfigTable
 from shared.config.sglang_flags import plain_name
 from shared.config.trainer_section import MEGATRON_LAYOUT
 from shared.runtime.errors import BadInput, ConfigError, near, nearest, shown
@@ -157,15 +158,23 @@ class Layers:
         except (tomllib.TOMLDecodeError, UnicodeDecodeError, OSError) as error:
             raise ConfigError(key, given or str(path), f"not a readable TOML file: {error}{_toml_line(error, path)}{where}") from None
         chain = (*above, path)
-        for base in _bases(values.pop(BASE, []), path):
+        given_bases = values.pop(BASE, [])
+        bases = given_bases if isinstance(given_bases, list) else [given_bases]
+        if not all(isinstance(base, str) and base for base in bases):
+            raise ConfigError(BASE, given_bases, f"the path of a TOML file, relative to {path.parent}, or a list of such paths")
+        for base in bases:
             target = path.parent / base
             if target.resolve() in [file.resolve() for file in chain]:
                 circle = " → ".join(str(file) for file in (*chain, target))
                 raise ConfigError(BASE, base, f"a file that does not lead back to itself: {circle}")
             self.read(target, BASE, base, chain)
+        self.take(values, path, named=bool(above))
+
+    def take(self, values: dict[str, Any], path: Path, *, named: bool = True) -> None:
+        """Merges what is known of a file's values over the present ones. ``named``: whether errors of the others name the file."""
         taken, problems, notes = known_fields(values)
         self.lay(taken, path)
-        self.problems += [in_file(problem, path) for problem in problems] if above else problems
+        self.problems += [in_file(problem, path) for problem in problems] if named else problems
         self.notes += notes
 
     def lay(self, values: dict[str, Any], path: Path) -> None:
@@ -198,13 +207,6 @@ def _toml_line(error: Exception, path: Path) -> str:
 def in_file(problem: BadInput, path: Path) -> BadInput:
     """Returns the same problem with the file that it comes from."""
     return ConfigError(problem.field, problem.value, f"{problem.expected} (in {path})") if isinstance(problem, ConfigError) else problem
-
-
-def _bases(value: Any, path: Path) -> list[str]:
-    bases = value if isinstance(value, list) else [value]
-    if not all(isinstance(base, str) and base for base in bases):
-        raise ConfigError(BASE, value, f"the path of a TOML file, relative to {path.parent}, or a list of such paths")
-    return bases
 
 
 def over(below: dict[str, dict[str, Any]], above: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
@@ -273,10 +275,7 @@ def lay_megatron_config(layers: Layers) -> None:
     critic = "'ppo'" in repr([algorithm.get("advantage_estimator", algorithm.get("preset"))])  # one preset, or a list of them
     if critic and "lr" in roles.get("actor", {}) and trainer.get("critic_lr") is None:  # the critic's is that of the flags
         sections["trainer"].setdefault("critic_lr", trainer.get("lr", section_model("trainer").model_fields["lr"].default))
-    sections, problems, notes = known_fields(sections)
-    layers.lay(sections, path)
-    layers.problems += [in_file(problem, path) for problem in problems]
-    layers.notes += notes
+    layers.take(sections, path)
     own = "; ".join(f"{', '.join(given)} of the {role}" for role, given in roles.items() if given)
     layers.notes.append(f"{path} stands over what is given elsewhere: {own or 'nothing'}")
 
@@ -319,11 +318,9 @@ def lay_custom_config(layers: Layers) -> None:
     except ConfigError as error:
         layers.problems.append(error)
         return
-    sections, problems, notes = known_fields(_by_section(values, path))
-    layers.lay(sections, path)
+    layers.take(_by_section(values, path), path)
     layers.values["run"]["custom_config_path"] = None  # whoever reads the config again has its values, and may set others
-    layers.problems += [in_file(problem, path) for problem in problems]
-    layers.notes += [*notes, f"{path} stands over what is given elsewhere: {', '.join(values) or 'nothing'}"]
+    layers.notes.append(f"{path} stands over what is given elsewhere: {', '.join(values) or 'nothing'}")
 
 
 def _by_section(values: dict[str, Any], path: Path) -> dict[str, Any]:

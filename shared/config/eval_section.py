@@ -12,8 +12,8 @@ from typing import Annotated, Any, ClassVar, Self
 
 from pydantic import BeforeValidator, Field, PlainSerializer, PlainValidator, model_validator
 
-from shared.config.rollout_section import GENERATORS, Command, ConfigTable, Roles
-from shared.config.section import MUTABLE, Rule, Section, Table, hook
+from shared.config.rollout_section import GENERATORS, Command, Roles
+from shared.config.section import MUTABLE, ConfigTable, Rule, Section, Table, hook
 from shared.data import data_files
 from shared.data.data_files import DataFile
 from shared.schema.message import MAX_SAMPLES

@@ -11,12 +11,11 @@ from urllib.parse import urlsplit
 
 from pydantic import AfterValidator, BeforeValidator, Field, StringConstraints, model_validator
 
-from shared.config.section import FROM_TEXT, HOOK, MUTABLE, RECORDED, Keys, Rule, Section, Table, Words, hook
+from shared.config.section import FROM_TEXT, HOOK, MUTABLE, RECORDED, ConfigTable, Rule, Section, Table, Words, hook
 from shared.config.sglang_flags import plain_name
 from shared.config.speculation import Speculation, speculates
 from shared.environment import environment_url as address
 from shared.hub import hub_names
-from shared.runtime.errors import nearest
 from shared.runtime.host import Runtime
 from shared.schema.message import MAX_SAMPLES, ROLE
 from shared.schema.sample import OverlongPolicy
@@ -85,18 +84,6 @@ APART: tuple[WorkerType, ...] = ("prefill", "decode")
 TRANSFER = "disaggregation-transfer-backend"
 
 MODEL_NAME = r"^[A-Za-z][A-Za-z0-9_.-]{0,47}$"  # The pattern of a model's name: requests, instances and functions know it by that
-
-
-class ConfigTable(Keys):
-    """A table of the config whose unknown keys are refused with the nearest valid one."""
-
-    @model_validator(mode="before")
-    @classmethod
-    def _has_known_keys(cls, given: Any) -> Any:
-        for key in given if isinstance(given, dict) else ():
-            if key not in cls.model_fields:
-                raise ValueError(f"unknown key {key!r}; {nearest(str(key), list(cls.model_fields))}")
-        return given
 
 
 class EngineGroup(ConfigTable):

@@ -7,6 +7,8 @@ from typing import Annotated, Any, ClassVar, NamedTuple, Self
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationInfo, field_validator, model_validator
 
+from shared.runtime.errors import nearest
+
 MUTABLE: dict[str, Any] = {"json_schema_extra": {"mutable": True}}  # Marks fields that may change when a run is resumed
 
 RECORDED: dict[str, Any] = {"json_schema_extra": {"mutable": True, "recorded": True}}
@@ -98,10 +100,18 @@ def _is_counted(given: Any, taken: Any) -> bool:
     return isinstance(given, bool) and type(taken) in (int, float)
 
 
-class Keys(BaseModel):
-    """Keys of the config and their values: no others, and no switch for a number, which pydantic would take for 1 or 0."""
+class ConfigTable(BaseModel):
+    """A table of the config: unknown keys are refused with the nearest valid one, and a switch for a number, as pydantic takes it for 1."""
 
     model_config = ConfigDict(extra="forbid", validate_default=True, allow_inf_nan=False)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _has_known_keys(cls, given: Any) -> Any:
+        for key in given if isinstance(given, dict) else ():
+            if key not in cls.model_fields:
+                raise ValueError(f"unknown key {key!r}; {nearest(str(key), list(cls.model_fields))}")
+        return given
 
     @field_validator("*", mode="wrap")
     @classmethod
@@ -111,7 +121,7 @@ class Keys(BaseModel):
         return taken
 
 
-class Section(Keys):
+class Section(ConfigTable):
     """A section ``[name]`` of the config; its class is called after it: ``AlgorithmSection``."""
 
     rules: ClassVar[tuple[Rule, ...]] = ()
