@@ -9,7 +9,7 @@ import dataclasses
 import json
 import re
 import types
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Literal, Union, get_args, get_origin
 
@@ -174,8 +174,12 @@ def _value(flag: str, info: FieldInfo, own: list[str] | None, rest: list[str]) -
         raise ConfigError(flag, "", f"needs a value: {info.description}")
     if optional and _is_none(words, info):
         return None
+    return _read_by(reader, flag, kinds, words)
+
+
+def _read_by(reader: Callable[[list[str]], Any] | None, flag: str, kinds: set[type], words: list[str]) -> Any:
     if reader is None:
-        return words if several else _mapping(flag, words[0]) if dict in kinds else words[0]
+        return words if list in kinds else _mapping(flag, words[0]) if dict in kinds else words[0]
     try:
         return reader(words)
     except ValueError as error:

@@ -159,7 +159,8 @@ def defaults(given: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, Any]
         found["rollout"]["max_staleness"] = 0
         if _leaves_correction_open(algorithm):
             found["algorithm"] = {"use_tis": False}
-    if algorithm.keys() & {"use_kl_loss", "kl_loss_coef"} and not _presets(algorithm, "kl_loss_type"):
+    named = given_preset if isinstance(given_preset := algorithm.get("preset", []), list) else [given_preset]
+    if algorithm.keys() & {"use_kl_loss", "kl_loss_coef"} and not any("kl_loss_type" in presets.PRESETS.get(name, {}) for name in named):
         found.setdefault("algorithm", {})["kl_loss_type"] = "k1"
     if not given.get("reward", {}).keys() & {"rm_type", "custom_rm_path"}:
         found["reward"] = {"rm_type": GIVEN}
@@ -179,12 +180,6 @@ def _runs_ahead(rollout: Mapping[str, Any]) -> bool:
 
 def _leaves_correction_open(algorithm: Mapping[str, Any]) -> bool:
     return not algorithm.keys() & set(_OBJECTIVES) and algorithm.get("loss_type", "policy_loss") == "policy_loss"
-
-
-def _presets(algorithm: Mapping[str, Any], field: str) -> bool:
-    """Returns whether a preset that is given sets the field."""
-    given = algorithm.get("preset", [])
-    return any(field in presets.PRESETS.get(name, {}) for name in ([given] if isinstance(given, str) else given))
 
 
 def settle_defaults(given: dict[str, dict[str, Any]]) -> list[str]:
