@@ -316,9 +316,7 @@ class Turns:
         turn = log.turns.get(asked.request_id)
         if turn is None:
             await self._check(log, asked)
-            prompt = asked.prompt
-            if isinstance(prompt, str):
-                prompt = await asyncio.to_thread(self._chat.encode, prompt)
+            prompt = await asyncio.to_thread(self._chat.encode, asked.prompt) if isinstance(asked.prompt, str) else asked.prompt
             check_tokens(int(max(prompt, default=0)), self._replicas.vocabulary, asked.place)
             parent = log.extended(prompt)
             names = () if parent is None else parent.pictures
@@ -434,22 +432,20 @@ class Turns:
                 if log.ended is None and left > 0:
                     await asyncio.sleep(min(left, LEASE_SECONDS / RENEWALS))
 
-    def _record(self, holder: str, request: str, prompt: TurnPrompt | None = None, seconds: float = LEASE_SECONDS) -> TurnBegun:
-        now = time.time()
-        parent, shared = (prompt.parent, prompt.shared) if prompt is not None else (None, 0)
-        rest = np.empty(0, np.int32) if prompt is None else prompt.tokens[shared:]
-        name = None if parent is None else parent.request
-        pictures = () if prompt is None else prompt.pictures
+    def _record(self, holder: str, request: str, prompt: TurnPrompt, seconds: float = LEASE_SECONDS) -> TurnBegun:
+        now, shared = time.time(), prompt.shared
+        name = None if prompt.parent is None else prompt.parent.request
         held = {"holder": holder, "at": now, "until": now + seconds}
-        return TurnBegun(request=request, parent=name, shared=shared, rest=rest, pictures=pictures, **held)
+        return TurnBegun(request=request, parent=name, shared=shared, rest=prompt.tokens[shared:], pictures=prompt.pictures, **held)
 
     @asynccontextmanager
     async def _held(self, log: SessionLog, holder: str, request: str) -> AsyncIterator[None]:
         """Holds a turn while the body runs, and lets go of it at once where it does not end."""
 
         async def hold(seconds: float) -> None:
+            known = TurnPrompt(np.empty(0, np.int32), None)
             with suppress(MyxoError):  # the body will see what has become of the session
-                await self._sessions.begin(log, self._record(holder, request, seconds=seconds))
+                await self._sessions.begin(log, self._record(holder, request, known, seconds))
 
         async def renew() -> None:
             while True:
@@ -471,21 +467,19 @@ class Turns:
     ) -> Turn:
         """Returns a turn that is sampled to its end. ``grammar``: of a constrained one, which one request to the engine samples as a whole,
         since a grammar begins with a completion."""
-        cached: int | None = None
-        min_version = max(asked.min_version, log.session.min_version)
+        cached, whole = None, bool(grammar) or sampling.whole
         while True:
             left = sampling.max_new_tokens - len(pending.completion)
             if left <= 0:
                 return await self._ended(log, pending, "length", cached or 0, asked)
             tracker = StopStringTracker(pending.completion, sampling, self._chat.text)
-            hear = None if live is None or grammar else tracker.hearing(live.hear)
-            found, pending.replica = await self._generate(log, pending, sampling, min_version, hear, grammar, asked)
+            hear = None if live is None or whole else tracker.hearing(live.hear)
+            found, pending.replica = await self._generate(log, pending, sampling, hear, grammar, asked)
             generated = tracker.whole(found)
             cached = generated.cached if cached is None else cached
             if generated.finish == "stop" or (generated.finish == "length" and len(generated.completion) >= left):
-                whole = replace(pending, **appended(pending, generated))
-                return await self._ended(log, whole, generated.finish, cached, asked)
-            if len(generated.completion) and not grammar:
+                return await self._ended(log, replace(pending, **appended(pending, generated)), generated.finish, cached, asked)
+            if len(generated.completion) and not whole:
                 held = {"holder": pending.holder, "until": time.time() + LEASE_SECONDS, "replica": pending.replica}
                 sampled = {name: getattr(generated, name) for name in SampledTokens.model_fields}
                 progress = TurnExtended(request=pending.request, start=len(pending.completion), **held, **sampled)
@@ -497,18 +491,11 @@ class Turns:
                 await asyncio.sleep(PAUSE_SECONDS)
 
     async def _generate(
-        self,
-        log: SessionLog,
-        pending: PendingTurn,
-        sampling: Sampling,
-        min_version: int,
-        hear: Hear | None,
-        grammar: str,
-        asked: ChatTurn | TokenTurn,
+        self, log: SessionLog, pending: PendingTurn, sampling: Sampling, hear: Hear | None, grammar: str, asked: ChatTurn | TokenTurn
     ) -> tuple[TurnGeneration, str]:
         left, fewest = (max(0, count - len(pending.completion)) for count in (sampling.max_new_tokens, sampling.min_new_tokens))
-        # one request has a grammar from its beginning, and so what is penalised
-        most = left if grammar or sampling.repetition_penalty != 1 else min(left, self._limits.gateway_checkpoint_tokens)
+        most = left if grammar or sampling.whole else min(left, self._limits.gateway_checkpoint_tokens)
+        min_version = max(asked.min_version, log.session.min_version)
         wanted = sampling.model_copy(update={"max_new_tokens": most, "min_new_tokens": min(fewest, most)})
         tokens = np.concatenate([pending.prompt, pending.completion])
         while True:

@@ -164,7 +164,8 @@ class _Rollout(PlayedRollout):
         super().__init__(task, index, ended, functions.replica, slots, progress)
         self._functions = functions
         self._left = functions.seconds  # of its time: that of its calls
-        self._partial = earlier[0] if len(earlier) == 1 and ended is None and functions.goes_on else None
+        self._goes_on = functions.goes_on and not (task.sampling.whole and functions.field == GENERATE)  # an episode's turns are whole
+        self._partial = earlier[0] if len(earlier) == 1 and ended is None and self._goes_on else None
         self._sample = None if self._partial is None else _gone_on(self._partial)
         self._aborted: HookSample | None = None
         self._served = Served(0, 0)
@@ -188,7 +189,7 @@ class _Rollout(PlayedRollout):
         if trusted:
             late = frozenset() if recorded else client.late_versions  # a record has the version of each token
             self._served = Served(oldest, max(replica.version, newest), late)
-            self._aborted = given[0] if aborted and self._functions.goes_on and len(given) == 1 and given[0].response_length else None
+            self._aborted = given[0] if aborted and self._goes_on and len(given) == 1 and given[0].response_length else None
         if trusted and not aborted:
             self.samples = self._stored(given)
         elif self.requests.stopped.is_set():

@@ -285,15 +285,19 @@ class _Episode:
         return text.removesuffix(decode(ids[-1:], skip_special_tokens=False))
 
     def _up_to_stop(self, answer: dict[str, Any]) -> dict[str, Any]:
-        """Returns the engine's answer up to the turn's end: an end token, or the last of a stop string that began in what it had before."""
+        """Returns the engine's answer up to the turn's end: an end token, or the last of a stop string that began in what it had before.
+        Where it was aborted, and the turn has to be one request's, nothing is left of it."""
         meta, earlier = answer["meta_info"], self._state.get("generated", 0)
         ids = [token for _, token, _ in meta["output_token_logprobs"]]
         decode = functools.partial(self._run.tokenizer.decode, skip_special_tokens=False)
         sampling, before = self._task.sampling, self._sample.tokens[-earlier:] if earlier else []
         count = end_across(before, ids, sampling.stop, decode, ends=sampling.stop_token_ids)
-        if count is None or count == len(ids):
-            return answer if count is None else answer | {"meta_info": meta | {"finish_reason": {"type": "stop"}}}
-        ended = {"output_token_logprobs": meta["output_token_logprobs"][:count], "finish_reason": {"type": "stop"}}
+        reason = meta["finish_reason"] if count is None else {"type": "stop"}
+        if count is None:
+            count = 0 if sampling.whole and reason["type"] == "abort" else len(ids)
+        if count == len(ids):
+            return answer | {"meta_info": meta | {"finish_reason": reason}}
+        ended = {"output_token_logprobs": meta["output_token_logprobs"][:count], "finish_reason": reason}
         if "top_p_token_offsets" in meta:
             offsets = meta["top_p_token_offsets"][: count + 1]
             ended |= {"top_p_token_ids": meta["top_p_token_ids"][: offsets[-1]], "top_p_token_offsets": offsets}

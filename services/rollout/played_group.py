@@ -362,7 +362,9 @@ class _EngineRollout(PlayedRollout):
         self._failed, self.least_pause = 0, 0.0
         self._spent += asyncio.get_running_loop().time() - began
         count = end_across(partial.tokens, generation.tokens, sampling.stop, self._decode)  # a stop string may have begun before
-        partial.extend(generation if count is None else first_tokens(generation, count), sampling.max_new_tokens)
+        generation = generation if count is None else first_tokens(generation, count)
+        if not (sampling.whole and generation.finish == "abort"):
+            partial.extend(generation, sampling.max_new_tokens)
         if partial.finish is not None:
             self.samples = []  # the group makes them of its partials
         elif self._spent >= self._deadline:

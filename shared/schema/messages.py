@@ -52,6 +52,11 @@ class Sampling(Part):
     skip_special_tokens: bool | None = None
     no_stop_trim: bool | None = None
 
+    @property
+    def whole(self) -> bool:
+        """Returns whether one request generates an answer from its beginning: an engine penalises what that very request has generated."""
+        return self.repetition_penalty != 1
+
 
 class Payload(Part):
     """A reference to a group's samples in the store: one or more blobs of ``bytes`` in all; no more than that is read.

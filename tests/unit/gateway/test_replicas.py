@@ -6,7 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
-from unittest.mock import AsyncMock, Mock
+from unittest.mock import AsyncMock, MagicMock, Mock
 
 import aiohttp
 import numpy as np
@@ -14,12 +14,13 @@ import pytest
 from aiohttp import web
 
 from services.gateway.replicas import BACKED_OFF, FEWEST, GenerationLimit, GenerationTarget, Replicas, Resident, choose, targets
-from services.gateway.turns import Turns
+from services.gateway.turns import LiveTurn, Turns, UnrecordedSessions
 from shared.config.service_sections import GatewaySection
 from shared.formats.request import TokenTurn, TurnRefused
+from shared.schema.messages import Sampling
 from shared.schema.service_messages import ServiceStatus
 from shared.service.engine_load_balancer import EngineSpread
-from shared.sessions.session import CONTEXT_GAUGE, EVAL_GAUGE, VOCABULARY_GAUGE, SessionLog
+from shared.sessions.session import CONTEXT_GAUGE, EVAL_GAUGE, VOCABULARY_GAUGE, SessionLog, TurnGeneration
 from tests.support.http_server import http_server
 from tests.support.run_config import run_config
 from tests.unit.gateway.test_residents import asking
@@ -83,6 +84,23 @@ async def test_a_turn_that_waits_for_a_first_replica_is_told_that_its_gateway_st
             await one
 
 
+async def test_a_turn_that_is_penalised_is_one_request_s_from_its_beginning(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An engine counts what that request has generated: what follows an aborted one's tokens would not be penalised for them."""
+    monkeypatch.setattr("services.gateway.turns.PAUSE_SECONDS", 0.0)
+    replicas, seen = Replicas(None, None, 8), Mock(of=AsyncMock(return_value={}), store=AsyncMock())  # type: ignore[arg-type]
+    replicas.note([target(0)])
+    for penalty, expected, requests in ((1.0, [5, 6, 7], [[1, 1], [1, 1, 5, 6]]), (1.05, [7], [[1, 1], [1, 1]])):
+        pieces = [generated([5, 6], "abort"), generated([7], "stop")]
+        client, sessions = Mock(generate=AsyncMock(side_effect=pieces)), UnrecordedSessions(None, "run")  # type: ignore[arg-type]
+        chat = MagicMock(stop_ids=[], text=lambda ids: "x" * len(ids))
+        turns = Turns(sessions, replicas, client, chat, "m", "gateway-1", GatewaySection(), Mock(on=False), seen)
+        sampling = Sampling(temperature=1.0, max_new_tokens=9, repetition_penalty=penalty)
+        log = SessionLog(asking("s", 3).session.model_copy(update={"sampling": sampling, "evaluation": True}))
+        await turns.tokens(log, TokenTurn(request_id="r1", model=None, prompt=np.ones(2, np.int32)), LiveTurn())
+        assert log.turns["r1"].completion.tolist() == expected
+        assert [one.args[1].input_ids.tolist() for one in client.generate.call_args_list] == requests
+
+
 async def test_the_time_for_which_replicas_sleep_takes_nothing_from_the_wait_for_room() -> None:
     replicas = Replicas(None, None, 8)  # type: ignore[arg-type]
     replicas.known = [replace(target(0), kept=100)]
@@ -100,6 +118,11 @@ async def test_the_time_for_which_replicas_sleep_takes_nothing_from_the_wait_for
     replicas.asleep = False
     async with asyncio.timeout(60):
         await waiting
+
+
+def generated(tokens: list[int], finish: Any) -> TurnGeneration:
+    arrays = {"completion": np.array(tokens, np.int32), "log_probs": np.zeros(len(tokens), np.float32)}
+    return TurnGeneration(**arrays, spans=((0, len(tokens), 3),), finish=finish)
 
 
 ALL = [target(number) for number in range(4)]

@@ -102,6 +102,10 @@ def test_a_request_that_an_engine_cut_on_its_end_token_has_ended(qwen: Tokenizer
         meta = {"finish_reason": {"type": finish}, "output_token_logprobs": [[-0.5, 5, None], [-0.5, last, None]]}
         found = _Episode(run, task, 0, sample, requests, "")._up_to_stop({"text": "", "meta_info": meta})["meta_info"]
         assert (found["finish_reason"]["type"], len(found["output_token_logprobs"])) == (expected, 2)
+        task.sampling.repetition_penalty = 1.05  # of what one request has generated: an aborted one's is no beginning
+        found = _Episode(run, task, 0, sample, requests, "")._up_to_stop({"text": "", "meta_info": meta})["meta_info"]
+        assert (found["finish_reason"]["type"], len(found["output_token_logprobs"])) == (expected, 0 if expected == "abort" else 2)
+        task.sampling.repetition_penalty = 1.0
 
 
 def test_tools_are_in_the_opening(qwen: Tokenizer) -> None:

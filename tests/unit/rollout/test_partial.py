@@ -7,13 +7,15 @@ from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import AsyncMock, Mock
 
 import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
 from services.rollout.engine.generation import Finish, Generation, Routed, Span
-from services.rollout.in_flight import UNROUTED, Partial, restored, samples_of
+from services.rollout.in_flight import UNROUTED, Partial, Requests, restored, samples_of
+from services.rollout.played_group import _EngineRollout
 from services.rollout.producer import Producer
 from services.rollout.producer_process import DrawnGroups
 from shared.data.tokenizer import Tokenizer
@@ -45,6 +47,20 @@ def test_an_aborted_generation_is_gone_on_with() -> None:
     assert partial.tokens.tolist() == [5, 6, 7, 8, 9]
     assert partial.segments == [(0, 3, 3), (3, 5, 4)]
     assert np.allclose(partial.log_probs, [-0.5, -0.6, -0.7, -0.8, -0.9])
+
+
+async def test_what_is_penalised_is_one_request_s_from_its_beginning() -> None:
+    """An engine counts what that request has generated: what follows an aborted one's tokens would not be penalised for them."""
+    answers = [generation([5, 6], [(0, 2, 3)], "abort"), generation([7, 8], [(0, 2, 4)], "stop")]
+    for penalty, expected in ((1.0, [5, 6, 7, 8]), (1.05, [7, 8])):
+        sampling, partials = Sampling(temperature=1.0, max_new_tokens=LONGEST, repetition_penalty=penalty), [Partial()]
+        groups = Mock(deadline=60.0, kept=0, replica=Mock(incarnation=0))
+        task = TASK.model_copy(update={"sampling": sampling})
+        rollout = _EngineRollout(groups, task, 0, partials, Requests(), Mock(), Mock())
+        client = Mock(generate_group=AsyncMock(side_effect=[[one] for one in answers]))
+        for _ in answers:
+            await rollout.attempt(client, 3, 0)
+        assert (partials[0].tokens.tolist(), partials[0].finish) == (expected, "stop")
 
 
 def test_an_abort_before_the_first_token_changes_nothing() -> None:

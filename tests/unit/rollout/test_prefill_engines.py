@@ -116,8 +116,8 @@ class Pair:
 
     def _answer(self, body: dict[str, Any], count: int) -> dict[str, Any]:
         spans = [{"version": str(self.begins_at), "start": 0, "end": count}]
-        meta = {"id": body["rid"][0], "finish_reason": {"type": "length"}, "weight_versions": spans, "completion_tokens": count, "prompt_tokens": 1}
-        return {"output_ids": [9] * count, "meta_info": meta | {"output_token_logprobs": [[-1.0, 9, None]] * count}}
+        meta = {"id": body["rid"][0], "finish_reason": {"type": "length"}, "weight_versions": spans, "completion_tokens": count}
+        return {"output_ids": [9] * count, "meta_info": meta | {"prompt_tokens": 1, "output_token_logprobs": [[-1.0, 9, None]] * count}}
 
 
 @pytest.fixture
