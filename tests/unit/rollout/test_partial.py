@@ -13,6 +13,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
+from services.rollout.custom_generate import GENERATE, _Rollout
 from services.rollout.engine.generation import Finish, Generation, Routed, Span
 from services.rollout.in_flight import UNROUTED, Partial, Requests, restored, samples_of
 from services.rollout.played_group import _EngineRollout
@@ -61,6 +62,8 @@ async def test_what_is_penalised_is_one_request_s_from_its_beginning() -> None:
         for _ in answers:
             await rollout.attempt(client, 3, 0)
         assert (partials[0].tokens.tolist(), partials[0].finish) == (expected, "stop")
+        functions, earlier = Mock(goes_on=True, field=GENERATE, seconds=60.0), [replace(ended(0, 3), finish="abort")]
+        assert (_Rollout(functions, task, 0, earlier, Mock(), Mock())._sample is None) == (penalty != 1)
 
 
 def test_an_abort_before_the_first_token_changes_nothing() -> None:
