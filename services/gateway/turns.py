@@ -467,7 +467,7 @@ class Turns:
     ) -> Turn:
         """Returns a turn that is sampled to its end. ``grammar``: of a constrained one, which one request to the engine samples as a whole,
         since a grammar begins with a completion."""
-        cached, whole = None, bool(grammar) or sampling.whole
+        cached, whole = None, any((grammar, sampling.whole))
         while True:
             left = sampling.max_new_tokens - len(pending.completion)
             if left <= 0:
