@@ -279,7 +279,7 @@ LOG_SECONDS = 30.0  # The least time between two log lines about what is not kep
 
 # The reasons for not keeping a group: too many wait, the store has lost its payload, the store refuses
 BEHIND, LOST, STORE = "behind", "lost", "store"
-_Payload = tuple[EndedGroup, Sequence[bytes], Prompt | None]
+_Payload = tuple[EndedGroup, Sequence[bytes]]
 
 
 class RolloutKeeper:
@@ -361,18 +361,18 @@ class RolloutKeeper:
             self._open -= len(batch)
             if not self._open and self._end_asked is not None:
                 await self._done()
-            pause = sum(group.size for group, *_ in payloads) / RATE_BYTES - (time.monotonic() - started)
+            pause = sum(group.size for group, _ in payloads) / RATE_BYTES - (time.monotonic() - started)
             if pause > 0:
                 with contextlib.suppress(asyncio.TimeoutError):
                     await asyncio.wait_for(self._hurry.wait(), pause)
 
     async def _read(self, group: EndedGroup) -> _Payload | None:
         """Returns a group with its payload and lets go of that; where that cannot be had, the group alone or, if it has rewards, None."""
-        bare = None if group.rewards else (group, (), self._prompt(group))  # it is kept in any case
+        bare = None if group.rewards else (group, ())  # it is kept in any case
         try:
             while group.payload is not None and group.keys[0] in self._awaited:  # else it was given up
                 try:
-                    return group, await self._store.read(group.payload, deadline=READ_SECONDS), bare and bare[2]
+                    return group, await self._store.read(group.payload, deadline=READ_SECONDS)
                 except DeadlineExceeded as error:  # what the store holds is there when it is back
                     self._log_away(error)
         except PayloadMissing as error:
@@ -399,9 +399,10 @@ class RolloutKeeper:
 
     def _write(self, payloads: list[_Payload]) -> list[RolloutNotKept]:
         refused = []
-        for payload in payloads:
+        for group, blobs in payloads:
             try:
-                self._writer.write(*payload)
+                # not before: a prompt may take long, which the buffer's other work does not wait for
+                self._writer.write(group, blobs, None if group.rewards else self._prompt(group))
             except RolloutNotKept as error:
                 refused.append(error)
         return refused

@@ -136,9 +136,10 @@ class DrawnFile:
         return len(self._offsets)
 
     def record(self, index: int) -> dict[str, Any]:
-        """Returns the line of the prompt that was drawn as number ``index``."""
-        self._file.seek(self._offsets[index])
-        record: dict[str, Any] = json.loads(self._file.readline())
+        """Returns the line of the prompt that was drawn as number ``index``; from any thread."""
+        start, end = [*self._offsets[index : index + 2], self._end][:2]
+        line, _, _ = os.pread(self._file.fileno(), end - start, start).partition(b"\n")
+        record: dict[str, Any] = json.loads(line)
         return record
 
     def catch_up(self) -> bool:
@@ -150,10 +151,10 @@ class DrawnFile:
                 record = json.loads(line)
             except ValueError:  # cut off, and ended by the next writer
                 record = {"number": -1}
+            start, self._end = self._end, self._end + len(line)
             if record["number"] == len(self):
-                self._offsets.append(self._end)
+                self._offsets.append(start)
                 self.last = {key: record[key] for key in self.last}
-            self._end += len(line)
         return len(self) > before
 
     def append(self, record: dict[str, Any]) -> None:
@@ -203,13 +204,13 @@ class DrawnPrompts:
 
     def at(self, index: int) -> Prompt:
         """Returns the prompt of the group that was admitted as ``index``, drawn now if it never was. Raises ConfigError."""
-        with self._lock:
-            while index >= len(self._drawn):
+        while index >= len(self._drawn):  # what was drawn waits for no source that draws others
+            with self._lock:
                 if self._drawn.catch_up():
                     self._leave()  # another buffer has drawn: ours is behind
-                else:
+                elif index >= len(self._drawn):
                     self._draw()
-            record = self._drawn.record(index)
+        record = self._drawn.record(index)
         if "refused" in record:
             raise self._refusal(record["refused"])
         return self._read(RowEntry(record["entry"], FIELD, lambda: f"{self._drawn.path}: prompt {index}"))

@@ -6,6 +6,7 @@ They are used epoch after epoch, each shuffled by seed + epoch, so that a runnin
 import bisect
 import difflib
 import tempfile
+import threading
 from abc import ABC, abstractmethod
 from array import array
 from collections.abc import Callable, Sequence
@@ -168,7 +169,7 @@ class JsonlRows(Rows):
     def __init__(self, path: Path, field: str, *, entries: int = INDEX_ENTRIES) -> None:
         self.path, self.field = path, field
         self._offsets, self._lines = array("q"), array("q")  # of every `_stride`-th row: its byte, its line
-        self._stride, self._size = 1, 0
+        self._stride, self._size, self._lock = 1, 0, threading.Lock()
         try:
             self._file = path.open("rb")
             if (other := _other_than_jsonl(path, self._file.read(_KIND_BYTES))) is not None:
@@ -204,7 +205,11 @@ class JsonlRows(Rows):
         return f"{self.path}:{self._read(row)[1]}"
 
     def _read(self, row: int) -> tuple[bytes, int]:
-        """Returns the text of a row and its line number."""
+        """Returns the text of a row and its line number, to any thread."""
+        with self._lock:
+            return self._found(row)
+
+    def _found(self, row: int) -> tuple[bytes, int]:
         if not 0 <= row < self._size:
             raise IndexError(row)
         found, offset, number = self._next

@@ -3,6 +3,7 @@
 import asyncio
 import subprocess
 import sys
+import threading
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
@@ -255,6 +256,25 @@ async def test_payloads_are_held_up_to_a_bound_and_freed_once_they_were_read(tmp
     running.cancel()
     directory = service.config.run.root / rollout_files.DIRECTORY
     assert groups(directory) == [0, 2] and keeper.skipped[rollout_keeper.LOST] == 1
+
+
+async def test_the_prompt_of_a_group_without_samples_is_read_beside_the_buffers_loop(tmp_path: Path) -> None:
+    """It may take minutes, of a source of the user's or with videos to decode: meanwhile the buffer keeps its lease."""
+    threads = list[threading.Thread]()
+
+    def of_group(name: str) -> Prompt:
+        threads.append(threading.current_thread())
+        return Prompt(f"of {name}", np.zeros(1, np.int32), None, False, {}, "exact")
+
+    service: Any = SimpleNamespace(config=run_config(tmp_path), store=BlobStore(), log=Log())
+    keeper = RolloutKeeper(service, SimpleNamespace(of_group=of_group), lambda _: None, never)  # type: ignore[arg-type]
+    keeper.take([ended(0, status="dead"), ended(1, status="dropped")])
+    running = asyncio.create_task(keeper.run())
+    await keeper.drain(30)
+    running.cancel()
+    reader = RolloutReader(service.config.run.root / rollout_files.DIRECTORY)
+    assert [record.prompt for record in reader.records()] == [f"of {group_id(0)}", f"of {group_id(1)}"]
+    assert threading.main_thread() not in threads and len(threads) == 2
 
 
 async def test_an_error_that_nobody_expects_of_the_writer_ends_the_keeper(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,6 +2,7 @@
 
 import json
 import sys
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -262,6 +263,16 @@ def test_the_config_names_a_module_and_a_function(tmp_path: Path, tokenizer: Tok
         assert caught.value.field == "data.data_source"
     with pytest.raises(ConfigError, match=r"data\.prompt_data = None: required"):
         run_config(tmp_path, data={"prompt_data": None})
+
+
+def test_a_prompt_that_was_drawn_waits_for_no_source(tmp_path: Path, module: str, tokenizer: Tokenizer) -> None:
+    drawn, found = DrawnPrompts(config_of(tmp_path, f"{module}:Counting"), tokenizer), list[str]()
+    drawn.at(1)
+    with drawn._lock:  # as while another is drawn, which may take minutes
+        reader = threading.Thread(target=lambda: found.extend(drawn.at(number).content for number in (0, 1)), daemon=True)
+        reader.start()
+        reader.join(20)
+        assert found == ["0+1=", "1+1="]
 
 
 def test_a_line_of_the_file_says_what_was_drawn(tmp_path: Path, module: str, tokenizer: Tokenizer) -> None:

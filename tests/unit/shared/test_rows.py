@@ -2,6 +2,7 @@
 
 import json
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -57,6 +58,15 @@ def test_a_sparse_index_finds_every_row(
     for row in data.draw(st.lists(st.integers(0, len(expected) - 1), max_size=20)):
         assert (int(rows.where(row).rpartition(":")[2]), rows[row]) == expected[row]
     assert [rows[row] for row in range(len(rows))] == [entry for _, entry in expected]
+
+
+def test_two_threads_get_the_rows_that_they_ask_for(tmp_path: Path) -> None:
+    """The buffer publishes prompts in a thread, and keeps those of groups that ended without samples in another."""
+    rows = JsonlRows(write(tmp_path / "a.jsonl", range(50_000)), FIELD)
+    order = [row * 7919 % 50_000 for row in range(3_000)]
+    with ThreadPoolExecutor(2) as threads:
+        found = threads.map(lambda asked: [rows[row]["number"] for row in asked], (order, order[::-1]))
+    assert list(found) == [order, order[::-1]]
 
 
 def test_a_file_that_shrinks_while_it_is_read_is_named(tmp_path: Path) -> None:
