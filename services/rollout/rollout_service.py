@@ -10,7 +10,7 @@ from pydantic import ValidationError
 from services.rollout.agent_groups import AgentGroups, Gateways
 from services.rollout.custom_generate import CustomGenerate
 from services.rollout.engine.engine_client import EngineClient
-from services.rollout.engine.transport import EngineError, InvalidRequest
+from services.rollout.engine.transport import EngineError
 from services.rollout.engine_nodes import follow
 from services.rollout.episodes import EpisodeGenerate
 from services.rollout.evaluator import Evaluator
@@ -25,7 +25,7 @@ from services.rollout.speculation_switch import keep_worth
 from services.rollout.task_outcomes import TaskOutcomes
 from services.rollout.weight_catch_up import WeightCatchUp
 from services.rollout.weight_receiver import WeightsReceiver
-from shared.bus.bus_errors import StreamFull
+from shared.bus.bus_errors import NotPermitted, StreamFull
 from shared.bus.connection import TRANSIENT
 from shared.bus.registry import ENGINE_NODE, MODEL
 from shared.bus.streams import task_consumer
@@ -34,9 +34,8 @@ from shared.bus.work_queue import MessageLease, WorkQueue
 from shared.config import devices, sglang_flags
 from shared.data.tokenizer import Tokenizer
 from shared.environment.protocol import EnvironmentAway
-from shared.hooks import HookFailed
 from shared.hooks.loading import eval_function, generate_paths
-from shared.runtime.errors import INFRASTRUCTURE, TASK, BadMessage, DeadlineExceeded, MyxoError, raise_problems
+from shared.runtime.errors import INFRASTRUCTURE, TASK, DeadlineExceeded, MyxoError, PayloadMissing, raise_problems
 from shared.runtime.tasks import cancelled, fatal
 from shared.runtime.telemetry import declare_metrics
 from shared.schema.ledger import is_evaluation
@@ -46,7 +45,7 @@ from shared.service.activities import WORK
 from shared.service.engine_load_balancer import EngineSpread, model_routers
 from shared.service.service_base import Service
 from shared.sessions.session import EVAL_GAUGE
-from shared.store.payload_store import StoreFull
+from shared.store.payload_store import StoreFull, StoreRefused
 
 WINDOW_SECONDS = 5.0
 COUNT_SECONDS = 5.0  # the deadline for reading an engine's count. While it does not answer, no new tokens are known, and the rate falls.
@@ -163,6 +162,8 @@ PUSH_SECONDS = 4.0  # the time that a stopping replica stays for a push that it 
 HAND_ON_SECONDS = 1.5  # the time that a stopping replica waits until its unfinished groups are stored and handed on
 RETRY_SECONDS = 1.0  # the pause after the engine could not be asked to abort stale requests
 
+# no room for the run's whole `bus.full_timeout`, or what the account may not do: the group goes back and this service ends
+ENDING = (StoreFull, StreamFull, StoreRefused, NotPermitted)
 FETCHED_GROUPS = 8  # the most groups that are taken at once: replicas that have room take turns then
 # an engine with groups in hand that generates no token for so long does not continue, or waits for agents and environments
 QUIET_SECONDS = 10.0
@@ -283,7 +284,7 @@ class Rollout:
         self._outcomes.forget(task)
         slots.close()
         if not handling.cancelled() and (error := handling.exception()) is not None:
-            if isinstance(error, StoreFull | StreamFull):
+            if isinstance(error, ENDING):
                 return fatal("the storing of a group", error)
             self._service.log.error("task_failed", error=f"{type(error).__name__}: {error}", exc_info=error)
 
@@ -304,7 +305,7 @@ class Rollout:
                     if self._pace is not None and not is_evaluation(task.group):
                         self._pace.note_group(time.time() - started)
             await lease.ack()
-        except (asyncio.CancelledError, StoreFull, StreamFull):  # the latter: for the run's whole `bus.full_timeout`; this service ends
+        except (asyncio.CancelledError, *ENDING):
             await lease.hand_back()
             raise
         except (DeadlineExceeded, EngineError, EnvironmentAway, Stopped) as error:
@@ -313,9 +314,11 @@ class Rollout:
             self._outcomes.trace(task, error, started)
             await lease.hand_back(delay=1.0)
         # these would fail again: a prompt that does not fit the model, a broken hook, more samples than a reference may list
-        except (BadMessage, InvalidRequest, HookFailed, ValidationError) as error:
+        except (MyxoError, ValidationError) as error:
             log.error("group_refused", error=str(error))
-            await self._outcomes.publish(task, self._outcomes.failed(task, str(error), getattr(error, "fault", TASK)), started)
+            failed = self._outcomes.failed(task, str(error), getattr(error, "fault", TASK))
+            lost = task.pictures if isinstance(error, PayloadMissing) else None  # the buffer stores them anew
+            await self._outcomes.publish(task, failed.model_copy(update={"payload": lost}), started)
             await lease.ack()
 
     async def _generate_in_time(self, task: Task, started: float, slots: GroupSlots) -> None:

@@ -1,18 +1,23 @@
 """When a rollout is tried again, when alone, when it is lost, and when its group is."""
 
 import asyncio
+import contextlib
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 
-from services.rollout import custom_generate
+from services.rollout import custom_generate, rollout_service
 from services.rollout.played_group import DISRUPTIVE_TRIES, TRIES, GroupProgress, RolloutFailures
+from services.rollout.rollout_service import Rollout
+from services.rollout.task_outcomes import TaskOutcomes
+from shared.bus.bus_errors import NotPermitted
 from shared.config.rollout_section import RolloutSection
 from shared.hooks import HookFailed, HookSample, Status
-from shared.runtime.errors import DeadlineExceeded
-from shared.schema.messages import Sampling, Task
+from shared.runtime.errors import DeadlineExceeded, MyxoError, PayloadMissing
+from shared.schema.messages import Failed, Payload, Sampling, Task
+from shared.store.payload_store import StoreRefused
 
 RAISED = HookFailed("field", "a:b", "ValueError: no")
 BLOCKED = HookFailed("field", "a:b", "it held up its process", disruptive=True)
@@ -123,3 +128,67 @@ async def test_the_time_of_a_function_s_call_does_not_run_while_the_engine_sleep
     else:
         with pytest.raises(DeadlineExceeded):
             rollout.patience_s()
+
+
+PICTURES = Payload(keys=["pictures"], bytes=1)
+PROMPT: dict[str, Any] = {"prompt": "1+1=", "prompt_tokens": np.zeros(1, np.int32), "sampling": Sampling(temperature=1.0, max_new_tokens=8)}
+SHOWN = Task(group="g0", n=1, environment="math", min_version=0, pictures=PICTURES, **PROMPT)
+
+
+class Lease:
+    """A task's, delivered for the first time; ``ends``: how it ended."""
+
+    message, exhausted, ends = SHOWN, False, ""
+
+    held = contextlib.nullcontext
+
+    async def ack(self) -> None:
+        self.ends += "acked"
+
+    async def hand_back(self, delay: float = 0.0) -> None:
+        self.ends += "handed back"
+
+
+@pytest.mark.parametrize(
+    ("error", "reason"),
+    [
+        (PayloadMissing("the store holds no blob pictures"), "the store holds no blob pictures"),
+        (MyxoError("an error that nobody names"), "an error that nobody names"),
+        (StoreRefused("NOPERM"), None),
+        (NotPermitted("no permission"), None),
+    ],
+)
+async def test_a_group_is_generated_once_whatever_it_fails_of(
+    error: MyxoError, reason: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Errors that no clause named cost its generation three times, and its reason: "given up after 3 deliveries"."""
+    published, fatal = list[Failed](), list[BaseException]()
+
+    async def fails(*_: object) -> None:
+        raise error
+
+    async def publish(task: Task, message: Failed, started: float) -> None:
+        published.append(message)
+
+    async def spooled(lease: object) -> None:
+        return None
+
+    log: Any = SimpleNamespace(error=lambda *_, **__: None)
+    log.bind = lambda **_: log
+    service: Any = SimpleNamespace(log=log, instance="rollout-0")
+    outcomes: Any = SimpleNamespace(publish=publish, spooled=spooled, forget=lambda _: None)
+    outcomes.failed = lambda *given: TaskOutcomes.failed(SimpleNamespace(_service=service), *given)  # type: ignore[arg-type]
+    rollout: Any = SimpleNamespace(_service=service, _outcomes=outcomes, _generate_in_time=fails, _pace=None, running={}, _taken={})
+    monkeypatch.setattr(rollout_service, "fatal", lambda _, error: fatal.append(error))
+    lease, slots = Lease(), SimpleNamespace(close=lambda: None)
+    handling = asyncio.create_task(Rollout._handle(rollout, lease, slots))  # type: ignore[arg-type]
+    rollout.running[handling], rollout._taken[handling] = SHOWN, (0.0, slots)
+    await asyncio.wait([handling])
+    Rollout._handled(rollout, handling)
+    if reason is None:
+        assert (lease.ends, fatal, published) == ("handed back", [error], []), "the service says what the account may not do, and ends"
+        return
+    [failed] = published
+    assert (lease.ends, fatal, failed.reason, failed.fault) == ("acked", [], reason, error.fault)
+    lost = PICTURES if isinstance(error, PayloadMissing) else None
+    assert failed.payload == lost, "the buffer has the group generated anew where these are gone"
