@@ -14,7 +14,7 @@ from shared.bus.work_queue import MessageLease, WorkQueue
 from shared.runtime.errors import TASK
 from shared.runtime.telemetry import declare_metrics
 from shared.schema.ledger import PAYLOAD_LOST, LedgerRecord, is_evaluation
-from shared.schema.messages import Failed, GroupOutcome, Outcome, Scored, Wanted, failure_of
+from shared.schema.messages import Failed, GroupOutcome, Outcome, Scored, Wanted
 from shared.service.service_base import Service
 
 declare_metrics("outcomes_refused_total | | outcomes that came from somebody who may not report them, or cannot be")
@@ -45,7 +45,7 @@ class OutcomeConsumer:
     ) -> None:
         self._service, self._limits, self._state = service, limits, state
         self._held, self._decide, self._free, self._admits, self._most_pictures = held, decide, free, admits, most_pictures
-        self._queue = WorkQueue(service.bus, scored_consumer(service.run, service.config.bus), Outcome, self._on_unreadable)
+        self._queue = WorkQueue(service.bus, scored_consumer(service.run, service.config.bus), Outcome, self._unread, outcome_check.BUFFER)
 
     async def run(self) -> None:
         """Takes outcomes until cancelled; acks each once it is in the ledger."""
@@ -99,10 +99,9 @@ class OutcomeConsumer:
             await lease.ack()
         return reason is not None
 
-    async def _on_unreadable(self, data: bytes, reason: str) -> None:
-        if (failed := failure_of(data, reason, by=outcome_check.BUFFER)) is not None:
-            await self._held()
-            await self.settle([failed])
+    async def _unread(self, failed: Failed) -> None:
+        await self._held()
+        await self.settle([failed])
 
     async def settle(self, outcomes: Sequence[GroupOutcome]) -> None:
         """Decides about outcomes together. One that cannot be recorded ends its own group, and holds nothing else up."""

@@ -28,7 +28,7 @@ from services.gateway.routes import bounded_body
 from shared.bus import runs
 from shared.bus.bus_errors import StreamFull
 from shared.bus.streams import task_consumer
-from shared.bus.subjects import GATEWAY, TRAIN
+from shared.bus.subjects import TRAIN
 from shared.bus.work_queue import MessageLease, WorkQueue
 from shared.config.run_config import RunConfig
 from shared.data.tokenizer import Tokenizer
@@ -269,7 +269,7 @@ class GroupIntake:
 
     def __init__(self, service: Service, tokenizer: Tokenizer) -> None:
         self._service, self._config, self._tokenizer = service, service.config, tokenizer
-        self._queue = WorkQueue(service.bus, task_consumer(service.run, service.config.bus, TRAIN), Task)
+        self._queue = WorkQueue(service.bus, task_consumer(service.run, service.config.bus, TRAIN), Task, service.report, service.instance)
         self._in_hand: set[str] = set()  # the producers' ids
         self._special, self._doubted = tokenizer.special_tokens, set[str]()
         self._taking = 0
@@ -371,7 +371,7 @@ class GroupIntake:
             await self._service.store.commands("the end of a task", [("SET", key, "", "EX", BINDING_SECONDS)])
             reason = f"given up after {lease.deliveries - 1} deliveries"
             failed = Failed(group=task.group, attempt=task.attempt, reason=reason, by=self._service.instance, fault=INFRASTRUCTURE)
-            await self._send(self._service.subjects.scored(GATEWAY), failed)
+            await self._service.report(failed, PUBLISH_SECONDS)
         await lease.ack()
 
     def _owner_key(self, task: Task | Binding) -> str:
@@ -431,14 +431,11 @@ class GroupIntake:
     async def _publish(self, name: str, report: tuple[dict[str, bytes], Generated]) -> None:
         (blobs, message), service = report, self._service
         await service.store.write(blobs)
-        await self._send(service.subjects.generated(message.environment), message)
+        await service.report(message, PUBLISH_SECONDS)
         wanted = ("SET", f"{service.subjects.ingest_key(name)}:in", "1", "EX", BINDING_SECONDS)
         await service.store.commands("that a group is in", [wanted])
         service.metrics.add("groups_ingested")
         service.log.info("group_ingested", group=message.group, attempt=message.attempt, samples=len(message.samples))
-
-    async def _send(self, subject: str, message: Generated | Failed) -> None:
-        await self._service.bus.publish(subject, message, msg_id=uuid.uuid4().hex, deadline=PUBLISH_SECONDS)
 
     async def _bound(self, name: str) -> tuple[int, Binding | None]:
         """Returns how many bindings a producers' id has had, and the newest: each is made once, by the first gateway."""

@@ -7,7 +7,6 @@ payload enters the run: what is valid says `shared.schema.sample.Sample.problem`
 import asyncio
 import contextlib
 import time
-import uuid
 from contextlib import AsyncExitStack
 from dataclasses import replace
 from typing import Any
@@ -28,7 +27,6 @@ from services.reward.scorer import (
 from shared import hooks
 from shared.bus import runs
 from shared.bus.streams import generated_consumer
-from shared.bus.subjects import REWARD
 from shared.bus.work_queue import FETCH_SECONDS, MessageLease, WorkQueue
 from shared.config.eval_views import missing_packages, named_rewards
 from shared.config.reward_section import CUSTOM, JUDGE, REMOTE, WEIGHTED
@@ -44,7 +42,7 @@ from shared.runtime.telemetry import declare_metrics
 from shared.runtime.traces import Attributes, TraceSpan
 from shared.schema import sample
 from shared.schema.ledger import is_evaluation
-from shared.schema.messages import Failed, Generated, Outcome, Scored, failure_of
+from shared.schema.messages import Failed, Generated, Scored
 from shared.schema.sample import Sample, SampleLimits, Score
 from shared.schema.service_messages import Doing
 from shared.schema.versions import newest_possible
@@ -160,7 +158,7 @@ class GroupConsumer:
     def __init__(self, service: Service, reader: PayloadReader, scorer: Scorer, router: RewardRouter, group_filter: GroupFilter) -> None:
         self._service, self._reader, self._scorer, self._router, self._filter = service, reader, scorer, router, group_filter
         consumer = generated_consumer(service.run, service.config.bus, scorer.name)
-        self._queue = WorkQueue(service.bus, consumer, Generated, self._on_unreadable)
+        self._queue = WorkQueue(service.bus, consumer, Generated, self._give_up, service.instance)
         self.in_hand: set[asyncio.Task[None]] = set()
         self._scoring: dict[str, float] = {}  # group → when its scoring began, seconds since the epoch, the oldest first
         service.activities.watch(self.doing)
@@ -211,10 +209,10 @@ class GroupConsumer:
                 if (outcome := await self._outcome(lease)) is None:
                     return await lease.hand_back(delay=HAND_BACK_SECONDS)
                 try:
-                    await self._publish(outcome)
+                    await self._service.report(outcome)
                 except (MessageTooLarge, *_ON_INPUT) as error:  # the latter: what does not go into a message
                     outcome = self._failed(lease.message, str(error), TASK)
-                    await self._publish(outcome)
+                    await self._service.report(outcome)
         except asyncio.CancelledError:
             await lease.hand_back()
             raise
@@ -222,13 +220,9 @@ class GroupConsumer:
         if self._service.traces.on:
             self._service.traces.add(score_span(lease.message, outcome, started, time.time()))
 
-    async def _on_unreadable(self, data: bytes, reason: str) -> None:
-        if (failed := failure_of(data, reason, by=self._service.instance)) is not None:
-            self._service.metrics.add("groups_not_scored", environment=self._scorer.name)
-            await self._publish(failed)
-
-    async def _publish(self, outcome: Outcome) -> None:
-        await self._service.bus.publish(self._service.subjects.scored(REWARD), outcome, msg_id=uuid.uuid4().hex, deadline=600)
+    async def _give_up(self, failed: Failed) -> None:
+        self._service.metrics.add("groups_not_scored", environment=self._scorer.name)
+        await self._service.report(failed)
 
     async def _outcome(self, lease: MessageLease[Generated]) -> Scored | Failed | None:
         """Returns a group's outcome; None where it is tried once more, since it was not scored for a fault that is not its own."""

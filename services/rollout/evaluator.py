@@ -6,7 +6,6 @@ result, or a reason, or no one waits for it any more.
 """
 
 import asyncio
-import uuid
 from typing import Any
 
 from pydantic import ValidationError
@@ -15,7 +14,7 @@ from services.rollout.in_flight import Stopped
 from services.rollout.replica import Replica
 from services.rollout.request_slots import evaluates
 from shared.bus.streams import task_consumer
-from shared.bus.subjects import EVAL, ROLLOUT
+from shared.bus.subjects import EVAL
 from shared.bus.work_queue import MessageLease, WorkQueue
 from shared.hooks.loading import eval_function, last_rollout
 from shared.process.worker_pool import WorkerFailed, WorkerPool
@@ -31,7 +30,6 @@ POLL_INTERVAL_S = 0.05
 VERSION_SECONDS = 30.0  # the time that a replica waits for the version before it hands the task back, for one that serves it
 RETRY_SECONDS = 1.0  # the pause before a function that failed is called again, here or at another replica
 SPARE_SECONDS = 60.0  # the time beyond the evaluation's deadline, which ends the call, that the processes' pool would leave it
-PUBLISH_SECONDS = 600.0
 
 
 class Evaluator:
@@ -121,9 +119,7 @@ class Evaluator:
         missing = {name: EvalResult(dataset=name, reason=f"{self._named}: {why}", **nothing) for name in named if name not in results}
         for name, result in sorted({**results, **missing}.items(), key=lambda item: item[0] in named):
             group = eval_group_id(name, task.version, 0)
-            message = Evaluated(group=group, attempt=0, result=result, by=self._service.instance)
-            subject = self._service.subjects.scored(ROLLOUT)
-            await self._service.bus.publish(subject, message, msg_id=uuid.uuid4().hex, deadline=PUBLISH_SECONDS)
+            await self._service.report(Evaluated(group=group, attempt=0, result=result, by=self._service.instance))
 
     def _results(self, task: Evaluate, answer: dict[str, Any]) -> list[EvalResult]:
         """Returns the results as the process gives them; versions that nothing named are all that were served meanwhile."""

@@ -100,7 +100,7 @@ class Producer:
         self._spread = spread
         self.allowed: Callable[[], Awaitable[None]] = lambda: asyncio.sleep(0)
         self._path = hooks.paths(service.config, "rollout")[FIELD]
-        self._queue = WorkQueue(service.bus, task_consumer(service.run, service.config.bus, TRAIN), Task)
+        self._queue = WorkQueue(service.bus, task_consumer(service.run, service.config.bus, TRAIN), Task, service.report, service.instance)
         self._rendered, self.tokens = GroupPlayer(service, replica, tokenizer).prompt, 0
         self._check = SampleCheck(service, tokenizer)
         replica.proxy.answers = self._check.answers

@@ -263,7 +263,7 @@ class Rollout:
     async def take(self, task_class: str) -> None:
         """Fetches tasks of a class while the replica serves and has capacity for it."""
         service, surplus = self._service, self._config.rollout.surplus_rollouts if task_class == TRAIN else 0
-        queue = WorkQueue(service.bus, task_consumer(service.run, self._config.bus, task_class), Task)
+        queue = WorkQueue(service.bus, task_consumer(service.run, self._config.bus, task_class), Task, service.report, service.instance)
         while not service.stopping.is_set():
             room = min(self._slots.room(task_class), FETCHED_GROUPS)
             if self._pace is not None and task_class == TRAIN:

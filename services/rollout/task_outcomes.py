@@ -21,7 +21,6 @@ import structlog
 
 from services.rollout.teachers import Teachers
 from shared.bus.bus_errors import TRANSIENT
-from shared.bus.subjects import ROLLOUT
 from shared.bus.work_queue import MessageLease
 from shared.config.run_config import RunConfig
 from shared.runtime.errors import BadMessage, ConfigError, DeadlineExceeded, Fault, PayloadChanged, PayloadMissing
@@ -147,7 +146,6 @@ def _key(task: Task, published: int) -> str:
 
 
 GENERATE = "generate"
-PUBLISH_SECONDS = 600.0
 LINK_SECONDS = 10.0  # for an attempt to send what lies in the spool
 LINK_PAUSE = 1.0
 
@@ -226,9 +224,7 @@ class TaskOutcomes:
 
     async def publish(self, task: Task, message: Generated | Outcome, started: float) -> None:
         """Publishes a message about a task: to be scored, or to the buffer. ``started``: when work on it began, seconds since the epoch."""
-        names = self._service.subjects
-        subject = names.generated(task.environment) if isinstance(message, Generated) else names.scored(ROLLOUT)
-        await self._service.bus.publish(subject, message, msg_id=uuid.uuid4().hex, deadline=PUBLISH_SECONDS)
+        await self._service.report(message)
         if (published := self._published.pop((task.group, task.attempt), None)) is not None and self._spool is not None:
             await asyncio.to_thread(self._spool.remove, task, published)
             self._measure()

@@ -23,10 +23,10 @@ from shared.bus.connection import Bus
 from shared.bus.streams import SPARE_DELIVERIES, Consumer
 from shared.runtime.errors import BadMessage
 from shared.runtime.tasks import log_failure
-from shared.schema.messages import Message
+from shared.schema.messages import Failed, Message, failure_of
 
 Work = TypeVar("Work", bound=Message)
-Unreadable = Callable[[bytes, str], Awaitable[None]]
+GiveUp = Callable[[Failed], Awaitable[None]]
 FETCH_SECONDS = 1.0  # The seconds that one pull waits at the server; a worker checks at least this often whether it is to stop
 FETCH_BYTES = 4 << 20  # The most bytes that one pull returns
 
@@ -98,11 +98,12 @@ class WorkQueue(Generic[Work]):
     """One durable consumer of a work-queue stream, shared by all workers of its kind.
 
     Args:
-        unreadable: is awaited with the bytes of each message that cannot be decoded, and the reason, before it leaves the queue.
+        give_up: is awaited with the failure of each group of which a message cannot be decoded, before that leaves the queue.
+        by: who gives it up.
     """
 
-    def __init__(self, bus: Bus, consumer: Consumer, model: type[Work], unreadable: Unreadable | None = None) -> None:
-        self._bus, self._consumer, self._model, self._unreadable = bus, consumer, model, unreadable
+    def __init__(self, bus: Bus, consumer: Consumer, model: type[Work], give_up: GiveUp | None = None, by: str = "") -> None:
+        self._bus, self._consumer, self._model, self._give_up, self._by = bus, consumer, model, give_up, by
         self._pull: Pull | None = None
 
     async def fetch(self, most: int, seconds: float = FETCH_SECONDS) -> list[MessageLease[Work]]:
@@ -130,8 +131,8 @@ class WorkQueue(Generic[Work]):
             return MessageLease(message, self._model.decode(message.data), self._consumer)
         except BadMessage as error:
             structlog.get_logger().error("message_unreadable", queue=self._consumer.name, error=str(error))
-            if self._unreadable is not None:
-                await self._unreadable(message.data, str(error))
+            if self._give_up is not None and (failed := failure_of(message.data, str(error), self._by)) is not None:
+                await self._give_up(failed)
             with contextlib.suppress(*TRANSIENT):
                 await message.term()
             return None

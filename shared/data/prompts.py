@@ -33,7 +33,7 @@ from shared.model.hf_checkpoint import SIDE_FILES, TEMPLATE_FOLDER
 from shared.rewards.names import GIVEN
 from shared.rewards.reference import Reference, label_problem, label_text
 from shared.runtime import user_cache
-from shared.runtime.errors import ConfigError, nearest, shown
+from shared.runtime.errors import BadMessage, ConfigError, nearest, shown
 from shared.runtime.safe_files import parse_json, replace_file
 from shared.schema import codec
 from shared.schema.message import MAX_PROMPT_BYTES
@@ -246,7 +246,7 @@ class PromptReader:
         label, is_json = self._label(entry)
         try:
             size = codec.exact_size([[[[content, label, metadata]]]])  # as deep as in a payload, of which it becomes a part
-        except (TypeError, ValueError, OverflowError) as error:  # an integer over 64 bits, half a surrogate pair, a date
+        except (TypeError, ValueError, OverflowError, BadMessage) as error:  # an integer over 64 bits, half a surrogate pair, a date
             expected = f"expected text and numbers that MessagePack carries, found {str(error)!r}"
             raise entry.refusal(data.input_key, expected) from None
         environment = self._environment(entry, metadata)

@@ -206,26 +206,23 @@ class JsonlRows(Rows):
 
     def _read(self, row: int) -> tuple[bytes, int]:
         """Returns the text of a row and its line number, to any thread."""
-        with self._lock:
-            return self._found(row)
-
-    def _found(self, row: int) -> tuple[bytes, int]:
         if not 0 <= row < self._size:
             raise IndexError(row)
-        found, offset, number = self._next
-        if not row - self._stride < found <= row:
-            entry = row // self._stride
-            found, offset, number = entry * self._stride, self._offsets[entry], self._lines[entry]
-        self._file.seek(offset)
-        while text := self._file.readline():
-            offset += len(text)
-            number += 1
-            if text.isspace():
-                continue
-            if found == row:
-                self._next = (row + 1, offset, number)
-                return text, number - 1
-            found += 1
+        with self._lock:
+            found, offset, number = self._next
+            if not row - self._stride < found <= row:
+                entry = row // self._stride
+                found, offset, number = entry * self._stride, self._offsets[entry], self._lines[entry]
+            self._file.seek(offset)
+            while text := self._file.readline():
+                offset += len(text)
+                number += 1
+                if text.isspace():
+                    continue
+                if found == row:
+                    self._next = (row + 1, offset, number)
+                    return text, number - 1
+                found += 1
         raise ConfigError(self.field, str(self.path), f"has become shorter since it was opened: row {row} of {self._size} is gone")
 
     def __getitem__(self, row: int) -> dict[str, Any]:

@@ -25,6 +25,7 @@ ROOM, ROOM_PER_BYTE = 32 << 20, 8
 
 # What they take, about: a list and each item of it, a map and each entry of it; arrays, texts and bytes take what they were sent as
 _LIST, _ITEM, _MAP, _ENTRY = 56, 40, 64, 120
+SPARE = 1 << 16  # Of that memory, what is left to the message around a value that is to travel
 _WORST_PER_BYTE = _ITEM + _MAP  # What a byte can take at most: an empty map in a list (an entry of a map has two bytes at least)
 
 # Bytes of a message up to which nothing in it needs to be counted: whatever it holds has room
@@ -67,8 +68,8 @@ class _Room:
 
     __slots__ = ("_left",)
 
-    def __init__(self, size: int) -> None:
-        self._left = ROOM + ROOM_PER_BYTE * size
+    def __init__(self, size: int, spare: int = 0) -> None:
+        self._left = ROOM + ROOM_PER_BYTE * size - spare
 
     def list(self, items: list[Any]) -> list[Any]:
         self._take(_LIST + _ITEM * len(items))
@@ -121,9 +122,12 @@ def pack(value: object) -> bytes:
 def exact_size(value: object) -> int:
     """Returns how many bytes `pack` makes of plain data that is to travel as it is.
 
-    Raises TypeError, ValueError or OverflowError for what does not, half a surrogate pair among it.
+    Raises TypeError, ValueError or OverflowError for what does not, half a surrogate pair among it; BadMessage for what nobody can unpack.
     """
-    return len(_packers.strict.pack(value))
+    packed = _packers.strict.pack(value)
+    if len(packed) > COUNTED_FROM // 2:
+        unpack(packed, SPARE)
+    return len(packed)
 
 
 def is_schema(found: Any, schema: int) -> bool:
@@ -131,9 +135,10 @@ def is_schema(found: Any, schema: int) -> bool:
     return type(found) is int and found == schema
 
 
-def unpack(data: bytes) -> Any:
-    """Decodes what `pack` made. Raises BadMessage for bytes that are not MessagePack, hold a malformed array, or unpack to too much."""
-    room = _Room(len(data)) if len(data) > COUNTED_FROM else None
+def unpack(data: bytes, spare: int = 0) -> Any:
+    """Decodes what `pack` made. Raises BadMessage for bytes that are not MessagePack, hold a malformed array, or unpack to too much, in
+    memory without ``spare`` bytes."""
+    room = _Room(len(data), spare) if spare or len(data) > COUNTED_FROM else None
     on_map, on_list = (_decode_array, None) if room is None else (room.map, room.list)
     try:
         return msgpack.unpackb(data, object_hook=on_map, list_hook=on_list, raw=False, strict_map_key=True)

@@ -37,7 +37,7 @@ from shared.runtime.safe_files import private_directory
 from shared.runtime.safe_text import say
 from shared.runtime.telemetry import Metrics, configure_logs, declare_metrics, last_error
 from shared.runtime.traces import Traces, trace_settings
-from shared.schema.messages import Message
+from shared.schema.messages import Generated, Message, Outcome
 from shared.schema.service_messages import ServiceEvent, ServiceStatus
 from shared.service.activities import Activities
 from shared.store.payload_store import HOLDING_SECONDS, SECONDS, Store
@@ -116,6 +116,11 @@ class Service:
         """Renews the status now rather than at the next heartbeat."""
         with contextlib.suppress(MyxoError, *TRANSIENT):
             await self.registry.renew(self.status())
+
+    async def report(self, message: Generated | Outcome, deadline: float = 600) -> None:
+        """Publishes what became of a group: samples to be scored, or an outcome, from this service's role, for the buffer."""
+        subject = self.subjects.generated(message.environment) if isinstance(message, Generated) else self.subjects.scored(self.name)
+        await self.bus.publish(subject, message, msg_id=secrets.token_hex(16), deadline=deadline)
 
     async def event(self, plane: str, what: str, message: Message, deadline: float = 10) -> None:
         """Publishes an event. No decision depends on events: one that cannot be published is logged and dropped."""

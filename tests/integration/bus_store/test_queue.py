@@ -15,6 +15,8 @@ from shared.bus.work_queue import FETCH_BYTES, MessageLease, WorkQueue
 from shared.config.run_config import RunConfig
 from shared.config.service_sections import BusSection
 from shared.process.embedded_servers import EmbeddedNats
+from shared.runtime.errors import INFRASTRUCTURE
+from shared.schema import codec
 from shared.schema.messages import Failed, Outcome, Payload
 from tests.support.run_config import run_config
 from tests.support.waiting import until
@@ -181,6 +183,24 @@ async def test_what_cannot_be_read_is_removed_and_blocks_nobody(bus: Bus, consum
         return await queue.depth() == (0, 0)
 
     await until(empty, "an empty queue")
+
+
+async def test_the_group_of_a_message_that_cannot_be_read_is_given_up(bus: Bus, consumer: Consumer) -> None:
+    """As of another release, with a field that this one does not know; else the run would wait for the group for ever."""
+    given_up: list[Failed] = []
+
+    async def give_up(failed: Failed) -> None:
+        given_up.append(failed)
+
+    queue = WorkQueue(bus, consumer, Outcome, give_up, "worker-0")
+    await bus.js.publish(consumer.subject, b"garbage")
+    later = Failed(group="later", attempt=2, reason="x", by="r").model_dump()
+    await bus.publish(consumer.subject, codec.pack({"schema": 1, "kind": "Failed", "added": 1, **later}))
+    await put(bus, consumer, "a")
+    [lease] = await take(queue, 3)
+    assert lease.message.group == "a"
+    [failed] = given_up
+    assert (failed.group, failed.attempt, failed.by, failed.fault) == ("later", 2, "worker-0", INFRASTRUCTURE) and "added" in failed.reason
 
 
 async def test_a_queue_that_does_not_exist_gives_nothing(bus: Bus, consumer: Consumer) -> None:

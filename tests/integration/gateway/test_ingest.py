@@ -14,13 +14,14 @@ from services.gateway.ingest import GroupIntake, add_ingest_routes
 from services.reward.reward_service import serve as serve_rewards
 from shared.bus import runs
 from shared.bus.registry import Registry
+from shared.bus.subjects import TRAIN
 from shared.config.service_sections import KEY_VARIABLE, ingest_key
 from shared.data.tokenizer import Tokenizer
 from shared.process.embedded_servers import EmbeddedValkey
 from shared.runtime.addresses import HttpAddress
 from shared.runtime.errors import ConfigError, DeadlineExceeded
 from shared.runtime.http_endpoints import serving
-from shared.schema import sample
+from shared.schema import codec, sample
 from shared.schema.ledger import GroupsScored
 from shared.schema.messages import Batch
 from shared.service import service_base
@@ -273,6 +274,21 @@ async def test_a_task_whose_producer_does_not_come_again_is_given_up(door: NewDo
     assert late.json()["error"]["code"] == "no_room", "it is not taken for one that is in"
     audit = await player.audit()
     assert (audit.dead.total(), audit.ok) == (1, True)
+
+
+async def test_the_group_of_a_task_that_the_gateway_cannot_read_is_given_up(door: NewDoor) -> None:
+    player, client = await door(rollout={"num_rollout": 1}, ingest={"ingest_wait": 30.0})
+    [task] = await player.all_tasks(1)
+    await task.ack()
+    other = codec.pack({"schema": 1, "kind": "Task", "added": 1, **task.message.model_dump()})
+    await player.bus.publish(player.names.task(TRAIN), other)
+    answers = [await post(client, group(name)) for name in ("first", "second")]
+    assert [answer.status_code for answer in answers] == [200, 200], [answer.text for answer in answers]
+
+    async def given_up() -> bool:
+        return (await player.audit()).dead.total() == 1
+
+    await until(given_up, "the end of the group that nobody could read")
 
 
 async def test_a_task_whose_producer_comes_while_it_is_given_up_stays_its_own(door: NewDoor, monkeypatch: pytest.MonkeyPatch) -> None:

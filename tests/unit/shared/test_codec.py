@@ -128,6 +128,16 @@ def test_what_unpacks_to_far_more_than_it_was_sent_in_is_refused(opening: bytes,
         codec.unpack(opening + count.to_bytes(4, "big") + item * count)
 
 
+def test_what_nobody_could_unpack_is_not_taken_for_what_travels() -> None:
+    """A task with it would be dropped by whoever takes it, and its group would never end."""
+    for value, taken in (({"cases": [[1, 2]] * 225_000}, False), ([{}] * 400_000, False), ({"mask": [1] * 800_000}, True)):
+        if taken:
+            assert codec.unpack(codec.pack(value)) == value and codec.exact_size(value) == len(codec.pack(value))
+        else:
+            with pytest.raises(BadMessage, match="far more memory than they were sent in"):
+                codec.exact_size(value)
+
+
 def test_lists_of_numbers_beside_the_arrays_have_room() -> None:
     """What a generate function may put into the metadata: a number for each of a sample's tokens."""
     value = {"metadata": {"teacher_log_probs": [-0.5] * 500_000, "mask": [1, 0] * 100_000}}

@@ -51,6 +51,14 @@ def test_text_is_taken_as_it_stands(tmp_path: Path, tokenizer: Tokenizer) -> Non
     assert prompt.tokens.dtype == np.int32
 
 
+def test_metadata_that_no_task_can_carry_is_refused(tmp_path: Path, tokenizer: Tokenizer) -> None:
+    """Within the bytes of a message, and far over the memory that a message may take."""
+    file = prompts(tmp_path, tokenizer, {"prompt": "1+1=", "label": "2", "metadata": {"cases": [{}] * 400_000}})
+    with pytest.raises(ConfigError, match="far more memory than they were sent in") as caught:
+        file[0]
+    assert "prompts.jsonl:1" in str(caught.value)
+
+
 def test_chat_messages_and_text_go_through_the_template(tmp_path: Path, tokenizer: Tokenizer) -> None:
     chat = [{"role": "user", "content": "1+1="}]
     file = prompts(tmp_path, tokenizer, {"prompt": chat, "label": "2"}, {"prompt": "1+1=", "label": "2"}, apply_chat_template=True)
