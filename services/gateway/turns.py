@@ -526,9 +526,8 @@ class Turns:
                     self._replicas.failed.avoid(target.instance)
 
     async def _ended(self, log: SessionLog, whole: PendingTurn, finish: Finish, cached: int, asked: ChatTurn | TokenTurn) -> Turn:
-        generated = (whole.prompt, whole.completion, whole.log_probs, whole.spans)
         beside: dict[str, Any] = {"cached": cached, "replica": whole.replica, "top_log_probs": whole.top_log_probs, "kept": whole.kept}
-        turn = Turn(whole.request, whole.parent, *generated, finish, **beside)
+        turn = Turn(whole.request, whole.parent, whole.prompt, whole.completion, whole.log_probs, whole.spans, finish, **beside)
         if isinstance(asked, ChatTurn):
             result = self._answers.chat(turn, log.session, asked)
             whole_conversation = asked.answered(result)

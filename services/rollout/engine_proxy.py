@@ -11,7 +11,7 @@ import hmac
 import json
 import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
-from contextlib import aclosing, asynccontextmanager, suppress
+from contextlib import aclosing, asynccontextmanager, nullcontext, suppress
 from dataclasses import replace
 from http import HTTPStatus
 from typing import Any
@@ -258,11 +258,9 @@ class EngineProxy(EndpointServer):
         if asked.stream:
             return await self._stream_generation(request, client, wanted, asked)
         seconds = min(asked.seconds, self._generate_s)
-        if asked.weights is None or self.adapters is None:
-            [found] = await client.generate_group([wanted], asked.sampling, deadline=seconds)
-        else:
-            async with self.adapters.serving(client, asked.weights) as adapter:
-                [found] = await client.generate_group([replace(wanted, adapter=adapter)], asked.sampling, deadline=seconds)
+        named = nullcontext() if asked.weights is None or self.adapters is None else self.adapters.serving(client, asked.weights)
+        async with named as adapter:
+            [found] = await client.generate_group([replace(wanted, adapter=adapter)], asked.sampling, deadline=seconds)
         self._still(life)
         return web.Response(body=_generation_of(found, client.retracting_pauses - pauses).encode(), content_type=CONTENT_TYPE)
 

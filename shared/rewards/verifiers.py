@@ -23,9 +23,9 @@ from shared.rewards.text_rewards import (
     f1_score,
 )
 from shared.rewards.unit_test_cases import Case, cases_of, fenced_code
-from shared.runtime.errors import ConfigError
+from shared.runtime.errors import ConfigError, DeadlineExceeded
 from shared.sandbox.program import ProgramResult, SandboxSettings
-from shared.sandbox.sandbox import Sandbox, SandboxPool, SandboxUnavailable
+from shared.sandbox.sandbox import Sandbox, SandboxGone, SandboxPool, SandboxUnavailable
 
 WARM = 2  # Sandboxes that have started before a response needs them, in each process
 # After a test that reached one of these limits the others are not run: they would most likely reach it, too, each after its time
@@ -33,8 +33,8 @@ _OVER = ("wall_time", "cpu_time", "memory", "processes")
 _pool: SandboxPool | None = None
 
 
-def open_sandboxes(settings: SandboxSettings) -> None:
-    """Starts the sandboxes of this process. Raises ConfigError where there can be none."""
+def open_sandboxes(settings: SandboxSettings) -> SandboxPool:
+    """Starts the sandboxes of this process, and returns them. Raises ConfigError where there can be none."""
     global _pool
     close_sandboxes()
     pool = SandboxPool(settings, WARM)
@@ -45,6 +45,7 @@ def open_sandboxes(settings: SandboxSettings) -> None:
         pool.close()
         raise ConfigError("sandbox.sandbox", settings.kind, str(error)) from None
     _pool = pool
+    return pool
 
 
 def close_sandboxes() -> None:
@@ -61,10 +62,15 @@ def unit_tests(response: str, reference: Reference) -> Mapping[str, float]:
     cases, code = cases_of(reference.value), fenced_code(response)
     if code is None:
         return {"score": 0.0, "passed": 0.0}
-    if _pool is None:
-        open_sandboxes(SandboxSettings())
-    assert _pool is not None
-    with _pool.sandbox() as sandbox:
+    pool = _pool or open_sandboxes(SandboxSettings())
+    with contextlib.suppress(SandboxGone, DeadlineExceeded):  # its lease ended as it was taken, or the machine is too busy
+        return _tested(pool, code, cases)
+    pool.close()  # those that wait may be as old
+    return _tested(pool, code, cases)
+
+
+def _tested(pool: SandboxPool, code: str, cases: Sequence[Case]) -> Mapping[str, float]:
+    with pool.sandbox() as sandbox:
         passed = sum(outcome.passed for outcome in run_tests(sandbox, code, cases))
     return {"score": float(passed == len(cases)), "passed": passed / len(cases)}
 

@@ -320,10 +320,8 @@ class Sandbox:
             raise DeadlineExceeded(awaited, "a sandbox", START_S if not self._ready else GRACE_S, "it is ended")
 
     def _gone(self) -> SandboxGone:
-        words = self._last_words()
-        return SandboxGone(
-            f"the sandbox has ended: {words or f'nothing was asked of it for {self.settings.lease_s:g} s, or it was killed'}"
-        )
+        words = self._last_words() or f"nothing was asked of it for {self.settings.lease_s:g} s, or it was killed"
+        return SandboxGone(f"the sandbox has ended: {words}")
 
     def _last_words(self) -> str:
         """Returns the last line that bubblewrap or the supervisor wrote about its own end."""

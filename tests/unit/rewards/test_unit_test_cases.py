@@ -1,11 +1,16 @@
 """Labels that are tests, and the code of a response."""
 
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
+from shared.rewards import verifiers
 from shared.rewards.reference import Reference, label_problem
 from shared.rewards.unit_test_cases import Case, OutputCase, ScriptCase, ValueCase, cases_of, fenced_code
+from shared.runtime.errors import DeadlineExceeded
+from shared.sandbox.program import ProgramResult, SandboxSettings
+from shared.sandbox.sandbox import SandboxGone, SandboxPool
 from tests.support.tables import table
 
 
@@ -156,3 +161,19 @@ def test_the_label_of_a_prompt_may_be_an_object_here_and_is_checked_before_the_s
     assert label_problem("unit_tests", Reference(label)) is None
     assert "found an object with a" in str(label_problem("unit_tests", Reference('{"a": 1}', is_json=True)))
     assert "found None" in str(label_problem("unit_tests", Reference(None)))
+
+
+def test_a_warm_sandbox_that_ends_as_it_is_taken_costs_no_response_its_reward(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The next one is not warm, since others may be as old; a second such end may be the response's doing."""
+    gone, late = SandboxGone("its lease ran out"), DeadlineExceeded("its result", "a sandbox", 10.0, "it is ended")
+    printed, label = ProgramResult("ok", 0, None, b"1\n", b"", b"", False, 0.1, 0.1, 1), {"inputs": [""], "outputs": ["1"]}
+    for warm, new in ((gone, printed), (late, printed), (gone, gone)):
+        pool = SandboxPool(SandboxSettings(), 0)
+        pool._waiting.extend(Mock(run=Mock(side_effect=[warm])) for _ in range(2))
+        monkeypatch.setattr(verifiers, "_pool", pool)
+        monkeypatch.setattr("shared.sandbox.sandbox.Sandbox", Mock(return_value=Mock(run=Mock(side_effect=[new]))))
+        if new is printed:
+            assert verifiers.unit_tests("```python\nprint(1)\n```", Reference(label)) == {"score": 1.0, "passed": 1.0}
+        else:
+            with pytest.raises(SandboxGone):
+                verifiers.unit_tests("```python\nprint(1)\n```", Reference(label))
