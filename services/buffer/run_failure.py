@@ -10,7 +10,17 @@ from collections.abc import Awaitable, Callable
 from shared.bus import runs
 from shared.runtime import failure_summary
 from shared.runtime.telemetry import declare_metrics
-from shared.schema.ledger import PAYLOAD_LOST, BatchTrained, EvalScored, GroupDead, GroupsScored, LedgerRecord, SampleRefused
+from shared.schema.ledger import (
+    PAYLOAD_LOST,
+    BatchAmended,
+    BatchTrained,
+    EvalScored,
+    GroupDead,
+    GroupRequeued,
+    GroupsScored,
+    LedgerRecord,
+    SampleRefused,
+)
 from shared.service.service_base import Service
 
 declare_metrics("""
@@ -28,7 +38,7 @@ class DeadGroups:
     A held-out prompt that fails counts like a dead group, and one that is scored ends the row like a scored group, since a general fault
     fails both. The count begins anew with each buffer process, since a restart of the run may have repaired the cause.
     ``in_a_row``: since a group was last scored. ``eval_failed``: held-out prompts that failed. ``refused``: groups that died of the
-    trainer's refusals since it last trained a step: they come back scored, and are no good all the same.
+    trainer's refusals for one step: they came back scored, so they are not of the row, and are no good all the same.
     """
 
     def __init__(self) -> None:
@@ -45,8 +55,8 @@ class DeadGroups:
             case EvalScored(rewards=[], reason=reason) if reason.endswith(PAYLOAD_LOST):
                 self.eval_failed += 1
             case GroupDead(group=name, reason=reason) | EvalScored(group=name, rewards=[], reason=reason):
-                self.in_a_row, self.reason = self.in_a_row + 1, reason
-                self.refused += name in self._refused
+                refused, self.reason = name in self._refused, reason
+                self.refused, self.in_a_row = self.refused + refused, self.in_a_row + (not refused)
                 self.eval_failed += isinstance(record, EvalScored)
                 self._ended.append(record.at)
                 self._forget(record.at)
@@ -54,9 +64,10 @@ class DeadGroups:
                 self.in_a_row = 0
             case SampleRefused(group=name):
                 self._refused.add(name)
-            case BatchTrained():
+            case GroupRequeued(group=name):
+                self._refused.discard(name)
+            case BatchTrained() | BatchAmended(added=[]):  # the latter: a step that goes on without what was refused
                 self.refused = 0
-                self._refused.clear()
 
     def per_minute(self, now: float) -> float:
         """Returns the dead groups a minute, as of late. ``now``: seconds since the epoch."""

@@ -18,7 +18,7 @@ from shared.config.run_config import RunConfig, changes, unsound
 from shared.runtime import addresses
 from shared.runtime.errors import INFRASTRUCTURE, BadInput, BadMessage, ConfigError, raise_problems
 from shared.runtime.safe_text import say
-from shared.schema.ledger import BatchTrained, CheckpointDurable, LedgerRecord, RunFinished, ValuesChanged
+from shared.schema.ledger import BatchFormed, BatchTrained, CheckpointDurable, LedgerRecord, RunFinished, ValuesChanged
 from shared.schema.message import REASON_LENGTH
 from shared.schema.service_messages import VALUES_CHANGED, ServiceEvent
 from shared.schema.weight_messages import WeightsLive, WeightsSnapshot
@@ -91,10 +91,13 @@ async def is_made(bus: Bus, run: str, asked: str) -> bool:
 
 
 async def _refuse_steps(bus: Bus, before: RunConfig, config: RunConfig) -> None:
-    """Raises ConfigError where a run would end before what it has trained, or continue after a last version of fewer steps than others, or
-    another end is asked for than that of a buffer at work."""
+    """Raises ConfigError where a run would end before what it has trained or formed a batch for, or continue after a last version of fewer
+    steps than others, or another end is asked for than that of a buffer at work."""
     done, asked, interval = await trained_steps(bus, config.run.name), config.rollout.num_rollout, config.weights.update_weights_interval
+    formed = await last_record(bus, config.run.name, BatchFormed)
     why = f"{done} or more: so many steps are trained" if asked < done else ""
+    if not why and formed is not None and asked <= formed.step and asked < before.rollout.num_rollout:
+        why = f"{formed.step + 1} or more: so many batches are formed"
     if before.rollout.num_rollout <= done < asked and done % interval and not config.debug.debug_rollout_only:
         why = f"{done}: with update_weights_interval = {interval} its last version would get more steps under the same number"
     if why:

@@ -10,7 +10,7 @@ from shared.bus.registry import Registry
 from shared.bus.subjects import Subjects
 from shared.config.run_config import RunConfig
 from shared.runtime.errors import ConfigError, Problems
-from shared.schema.ledger import BatchTrained, RunFinished, ValuesChanged
+from shared.schema.ledger import BatchFormed, BatchTrained, RunFinished, ValuesChanged
 from shared.schema.service_messages import ServiceStatus
 from tests.support.run_config import run_config
 
@@ -70,6 +70,20 @@ async def test_an_end_that_the_trained_steps_do_not_allow_is_refused(bus: Bus, r
         await runs.create(bus, config(20), None)
     await runs.create(bus, config(10), None)
     assert (await runs.load(bus, run_name)).rollout.num_rollout == 10
+
+
+async def test_an_end_before_a_batch_that_is_formed_is_refused(bus: Bus, run_name: str, tmp_path: Path) -> None:
+    def config(steps: int) -> RunConfig:
+        return run_config(tmp_path, run={"name": run_name}, rollout={"num_rollout": steps})
+
+    await runs.create(bus, config(9), None)
+    await runs.append(bus, run_name, BatchTrained(step=2, version=2, started=0.0, ended=1.0, at=1.0))
+    await runs.append(bus, run_name, BatchFormed(step=3, version=3, groups=["g00000000"], at=1.0))
+    with pytest.raises(ConfigError, match=r"rollout.num_rollout = 3: 4 or more: so many batches are formed"):
+        await runs.create(bus, config(3), None)
+    await runs.create(bus, config(4), None)
+    await runs.append(bus, run_name, BatchFormed(step=4, version=4, groups=["g00000001"], at=1.0))
+    await runs.create(bus, config(4), None)  # an earlier release let it end so: it can still be asked for
 
 
 async def test_a_value_of_the_training_changes_on_the_record_or_not_at_all(bus: Bus, run_name: str, tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ import pytest
 from services.buffer.buffer_config import BufferConfig
 from services.buffer.run_failure import RATE_SECONDS, DeadGroups
 from shared.schema.ledger import (
+    BatchAmended,
     BatchTrained,
     EvalScored,
     GroupDead,
@@ -76,6 +77,13 @@ def test_groups_that_come_back_and_cannot_be_trained_end_the_run_too() -> None:
     assert told == "the trainer refused 3 groups for one step (rollout.max_dead_in_a_row = 3), the last one: trainer: mask holds 7"
     trained = BatchTrained(step=0, version=0, started=0.0, ended=0.0, at=0.0)
     assert fed(*refused("g1"), *refused("g2"), trained, *refused("g3")).hopeless(3) is None
+
+
+def test_steps_that_go_on_without_what_the_store_lost_are_no_failure() -> None:
+    def lost(step: int) -> list[LedgerRecord]:
+        return [*refused(f"g{step}")[:-1], BatchAmended(step=step, removed=[f"g{step}"], added=[], at=0.0)]
+
+    assert fed(*(record for step in range(9) for record in lost(step))).hopeless(3) is None
 
 
 def test_a_refusal_alone_is_no_death() -> None:
