@@ -34,8 +34,8 @@ def lost_batched(state: BufferState, group: GroupState, now: float) -> list[Ledg
 
 def lost_failed(state: BufferState, message: Outcome, now: float) -> list[LedgerRecord]:
     """Has a group generated anew that was given up before it was scored. None where it ends as any that failed."""
-    group = state.groups.get(message.group)
-    if group is None or group.scored is not None or group.attempt != message.attempt or group.lost >= MOST_LOST:
+    group = policy.awaiting(state, message)
+    if group is None or group.lost >= MOST_LOST:
         return []
     return [policy.requeue(group, PAYLOAD_LOST, now)]
 

@@ -26,7 +26,7 @@ from services.buffer.run_failure import RunFailure
 from services.buffer.state import BufferState
 from services.buffer.store_room import StoreRoom
 from services.buffer.task_publisher import TaskPublisher
-from services.buffer.trainer_requests import BufferFilter, TrainerRequests
+from services.buffer.trainer_requests import FIELD, BufferFilter, TrainerRequests
 from shared.bus import runs
 from shared.bus.connection import TRANSIENT, WrongSequence
 from shared.bus.leader_lease import LeaderLease, LeaseLost, LeaseTiming
@@ -436,6 +436,8 @@ class Buffer:
     # --- status and gauges
 
     def _awaited(self) -> str:
+        if self._filter is not None and self._filter.choice is not None:
+            return f"the choice of {FIELD}"
         config, queued = self._config.data, self._tasks.queued
         slow = f"prompts of data.data_source ({config.data_source}): {queued} groups have none yet"
         source = slow if self._prompts.drawn and queued else ""

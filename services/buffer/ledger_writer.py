@@ -96,8 +96,8 @@ class Trial:
         self._ahead.apply(record)
 
 
-# The number of the latest payload releases that are repeated after a restart: more than a killed buffer can have left undone
-RELEASES_AGAIN = 256
+# The number of the payload keys that were let go last and are freed again after a restart: more than a killed buffer can have left undone
+RELEASED_AGAIN = 1 << 16
 
 
 class LedgerWriter:
@@ -118,7 +118,7 @@ class LedgerWriter:
         self._stream = self._subjects.ledger_stream
         self._state = BufferState()
         self._trial = Trial(self._state)
-        self._releases: deque[list[str]] = deque(maxlen=RELEASES_AGAIN)
+        self._released: deque[str] = deque(maxlen=RELEASED_AGAIN)
         self.last = 0  # The sequence of the last record that was read or appended
         self.behind = 0  # How many records are still to be read, the present one among them, while the ledger is read
 
@@ -132,14 +132,13 @@ class LedgerWriter:
             self._read(self._state, record)
             self._trial.follow(record)
             self.last = sequence
-            if self._state.released:
-                self._releases.append(self._state.released)
+            self._released.extend(self._state.released)
         self.last = max(self.last, newest)  # a stream that was emptied has a last sequence all the same
 
     async def recover(self) -> tuple[BufferState, list[str]]:
-        """Reads the ledger to its end; returns the state, and the payload keys that the latest records let go."""
+        """Reads the ledger to its end; returns the state, and the payload keys that its records let go last."""
         await self.follow()
-        return self._state, [key for keys in self._releases for key in keys]
+        return self._state, [*self._released]
 
     def tried(self, records: Iterable[LedgerRecord]) -> Iterator[LedgerEntry]:
         """Yields what is to be appended for these records and then folded into the state, one after the other. Raises BadRecord."""

@@ -142,7 +142,7 @@ def scored(state: BufferState, limits: BufferConfig, messages: list[Scored], now
     for message in messages:
         name = message.group
         group = state.groups.get(name)
-        if name in decided or (group is not None and not _awaited(group, message)):
+        if name in decided or (group is not None and awaiting(state, message) is None):
             continue
         decided.add(name)
         if group is None:
@@ -161,16 +161,17 @@ def scored(state: BufferState, limits: BufferConfig, messages: list[Scored], now
     return records
 
 
-def _awaited(group: GroupState, message: Outcome) -> bool:
-    return group.scored is None and group.attempt == message.attempt
+def awaiting(state: BufferState, message: Outcome) -> GroupState | None:
+    """Returns the group that waits for this outcome of its present attempt."""
+    group = state.groups.get(message.group)
+    return group if group is not None and group.scored is None and group.attempt == message.attempt else None
 
 
 def failed(state: BufferState, message: Failed, now: float) -> list[LedgerRecord]:
     """Ends a group that generation or scoring gave up on as dead; its admission is free again."""
-    group = state.groups.get(message.group)
-    if group is None:
+    if message.group not in state.groups:
         return evaluation.came_back(state, message, now)
-    if not _awaited(group, message):
+    if awaiting(state, message) is None:
         return []
     reason = f"{message.by}: {message.reason}"
     return [ledger.GroupDead(group=message.group, reason=reason, fault=message.fault, payload=message.payload, at=now)]
@@ -178,8 +179,7 @@ def failed(state: BufferState, message: Failed, now: float) -> list[LedgerRecord
 
 def interrupted(state: BufferState, limits: BufferConfig, message: Interrupted, now: float) -> list[LedgerRecord]:
     """Takes back a group that a replica did not finish. Another one continues its samples; where these are stale, the policy decides."""
-    group = state.groups.get(message.group)
-    if group is None or not _awaited(group, message):
+    if (group := awaiting(state, message)) is None:
         return []
     if message.stale:
         return [_drop([group.id], now)] if limits.rollout.staleness_policy in ("drop", "mask") else [requeue(group, STALE, now)]
@@ -189,17 +189,15 @@ def interrupted(state: BufferState, limits: BufferConfig, message: Interrupted, 
 
 def discarded(state: BufferState, message: Discarded, now: float) -> list[LedgerRecord]:
     """Drops a group that a rollout function took and does not hand in."""
-    group = state.groups.get(message.group)
-    if group is None or not _awaited(group, message):
+    if awaiting(state, message) is None:
         return []
     return [ledger.GroupsDropped(groups=[message.group], reason=f"{DISCARDED}: {message.reason}", at=now)]
 
 
 def wanted(state: BufferState, limits: BufferConfig, message: Wanted, now: float) -> list[LedgerRecord]:
     """Admits groups ahead of those that a rollout function will discard, as long as it has a group, and not too many are outstanding."""
-    group = state.groups.get(message.group)
     room = WANTED_BATCHES * limits.rollout.rollout_batch_size - len(state.outstanding)
-    if group is None or not _awaited(group, message) or room <= 0:
+    if awaiting(state, message) is None or room <= 0:
         return []
     return [ledger.GroupsAdmitted(first=state.admitted, count=min(message.count, room), version=state.live_version, at=now)]
 
@@ -207,14 +205,11 @@ def wanted(state: BufferState, limits: BufferConfig, message: Wanted, now: float
 def unwanted(state: BufferState, message: GroupOutcome) -> list[str]:
     """Returns the payload keys of an outcome that are not needed after its decision: it is of an ended group, of an attempt that was given
     up, or a repeat. A second replica may have written them long after they were freed."""
-    if message.payload is None:
+    if message.payload is None or awaiting(state, message) is not None:
         return []
     group = state.groups.get(message.group)
-    if group is None:
-        return message.payload.keys
-    if _awaited(group, message):
-        return []
-    kept = {key for held in (group.partial, group.scored) if held is not None for key in held.keys}
+    held = (group.partial, group.scored) if group is not None else ()
+    kept = {key for one in held if one is not None for key in one.keys}
     return [key for key in message.payload.keys if key not in kept]
 
 
@@ -283,20 +278,8 @@ def _batch_group(group: GroupState, mask_below: int, named: bool) -> BatchGroup:
 
 
 def _over_limit(groups: list[GroupState], mask_below: int, limits: BufferConfig) -> str | None:
-    named, room = limits.named_rewards, limits.message_bytes - PARTS_BYTES
-    if sum([_most_bytes(group, named) for group in groups]) <= room:  # nearly always: nothing needs to be encoded for it
-        return None
-    sizes = {group.id: len(codec.pack(_batch_group(group, mask_below, named).model_dump())) for group in groups}
-    return max(sizes, key=lambda name: sizes[name]) if sum(sizes.values()) > room else None
-
-
-def _most_bytes(group: GroupState, named: bool) -> int:
-    """Returns a bound on what a group takes of its batch's message: 9 bytes a number, 4 a character, and the names of the fields."""
-    result = group.scored
-    assert result is not None
-    numbers = len(result.sizes) + len(result.tokens) + 3 * len(result.samples)
-    parts = sum([5 + sum([14 + 4 * len(name) for name in sample]) for sample in result.parts]) if named else 0
-    return 512 + 9 * numbers + sum([5 + 4 * len(key) for key in result.keys]) + parts
+    sizes = {group.id: len(codec.pack(_batch_group(group, mask_below, limits.named_rewards).model_dump())) for group in groups}
+    return max(sizes, key=lambda name: sizes[name]) if sum(sizes.values()) > limits.message_bytes - PARTS_BYTES else None
 
 
 def _reward_parts(samples: Iterable[Mapping[str, float]]) -> dict[str, RewardPart]:

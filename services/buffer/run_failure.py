@@ -10,17 +10,8 @@ from collections.abc import Awaitable, Callable
 from shared.bus import runs
 from shared.runtime import failure_summary
 from shared.runtime.telemetry import declare_metrics
-from shared.schema.ledger import (
-    PAYLOAD_LOST,
-    BatchAmended,
-    BatchTrained,
-    EvalScored,
-    GroupDead,
-    GroupRequeued,
-    GroupsScored,
-    LedgerRecord,
-    SampleRefused,
-)
+from shared.schema import ledger
+from shared.schema.ledger import PAYLOAD_LOST, LedgerRecord
 from shared.service.service_base import Service
 
 declare_metrics("""
@@ -52,21 +43,22 @@ class DeadGroups:
         """Takes a record; they come in the ledger's order."""
         self._since = record.at if self._since is None else self._since
         match record:
-            case EvalScored(rewards=[], reason=reason) if reason.endswith(PAYLOAD_LOST):
+            case ledger.EvalScored(rewards=[], reason=reason) if reason.endswith(PAYLOAD_LOST):
                 self.eval_failed += 1
-            case GroupDead(group=name, reason=reason) | EvalScored(group=name, rewards=[], reason=reason):
+            case ledger.GroupDead(group=name, reason=reason) | ledger.EvalScored(group=name, rewards=[], reason=reason):
                 refused, self.reason = name in self._refused, reason
-                self.refused, self.in_a_row = self.refused + refused, self.in_a_row + (not refused)
-                self.eval_failed += isinstance(record, EvalScored)
+                self.refused += refused
+                self.in_a_row += not refused
+                self.eval_failed += isinstance(record, ledger.EvalScored)
                 self._ended.append(record.at)
                 self._forget(record.at)
-            case GroupsScored() | EvalScored():
+            case ledger.GroupsScored() | ledger.EvalScored():
                 self.in_a_row = 0
-            case SampleRefused(group=name):
+            case ledger.SampleRefused(group=name):
                 self._refused.add(name)
-            case GroupRequeued(group=name):
+            case ledger.GroupRequeued(group=name):
                 self._refused.discard(name)
-            case BatchTrained() | BatchAmended(added=[]):  # the latter: a step that goes on without what was refused
+            case ledger.BatchTrained() | ledger.BatchAmended(added=[]):  # the latter: a step that goes on without what was refused
                 self.refused = 0
 
     def per_minute(self, now: float) -> float:

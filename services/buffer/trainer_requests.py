@@ -28,13 +28,22 @@ FILTER_SECONDS = 60.0  # The deadline for the function; it runs beside the buffe
 
 
 class BufferFilter:
-    """Calls the user's function for each batch. Raises ConfigError where there is none."""
+    """Calls the user's function for each batch, and never beside itself. Raises ConfigError where there is none. ``choice``: under way."""
 
     def __init__(self, config: RunConfig, path: str) -> None:
         self._path, self._function, self._arguments = path, load(FIELD, path), Arguments(config)
+        self.choice: asyncio.Task[list[str]] | None = None
 
-    async def choose(self, step: int, candidates: list[GroupState], size: int) -> list[str]:
-        """Returns the ids of the groups that the function wants in the batch. Raises HookFailed, DeadlineExceeded."""
+    async def choose(self, step: int, candidates: list[GroupState], size: int) -> list[str] | None:
+        """Returns the ids of the groups that the function wants in the batch; None after a moment, while it is still at it: whoever asks
+        then gets what comes of it. Raises HookFailed, DeadlineExceeded."""
+        choice = self.choice = self.choice or asyncio.create_task(self._chosen(step, candidates, size))
+        if not (await asyncio.wait({choice}, timeout=ANSWER_SECONDS / 2))[0]:
+            return None
+        self.choice = None if self.choice is choice else self.choice
+        return choice.result()
+
+    async def _chosen(self, step: int, candidates: list[GroupState], size: int) -> list[str]:
         buffer = [_hook_samples(group) for group in candidates]
         call = asyncio.to_thread(self._function, self._arguments, step, buffer, size)
         try:
@@ -122,7 +131,7 @@ class TrainerRequests:
         return Accepted()
 
     async def _batch(self, request: BatchRequest) -> BatchAnswer:
-        state, limits, step = self._state, self._limits, request.step
+        state, limits, step, version = self._state, self._limits, request.step, request.version
         size, steps = limits.rollout.rollout_batch_size, limits.rollout.num_rollout
         if (known := policy.batch(state, step, limits.named_rewards)) is not None:
             return known
@@ -140,11 +149,11 @@ class TrainerRequests:
             await self._lose_missing()
         chosen = None
         if self._chooser is not None:
-            candidates = policy.candidates(state, limits, step, request.version)
+            candidates = policy.candidates(state, limits, step, version)
             chosen = await self._chooser.choose(step, candidates, size) if len(candidates) >= size else []
-        await self._decide(
-            lambda: [] if step in state.batches else policy.form_batch(state, limits, step, request.version, time.time(), chosen)
-        )
+            if chosen is None:
+                return self._pending(step, have=len(candidates), need=size)
+        await self._decide(lambda: [] if step in state.batches else policy.form_batch(state, limits, step, version, time.time(), chosen))
         return policy.batch(state, step, limits.named_rewards) or self._pending(step, have=len(state.ready), need=size)
 
     def _pending(self, step: int, have: int, need: int) -> BatchPending:

@@ -1,8 +1,12 @@
 """Buffer filters for tests."""
 
+import threading
 from typing import Any
 
 from shared.hooks import HookSample
+
+CALLS: list[int] = []
+GO_ON = threading.Event()
 
 
 def newest_first(args: Any, rollout_id: int, buffer: list[list[HookSample]], num: int) -> list[list[HookSample]]:
@@ -17,3 +21,10 @@ def by_number(args: Any, rollout_id: int, buffer: list[list[HookSample]], num: i
     if len(buffer) == 4:
         raise RuntimeError(f"no idea for step {rollout_id}")
     return [buffer[0]] * num if len(buffer) == 3 else buffer[1 : num + 1] if len(buffer) > 4 else []
+
+
+def held_up(args: Any, rollout_id: int, buffer: list[list[HookSample]], num: int) -> list[list[HookSample]]:
+    """Counts its calls, waits for `GO_ON`, and raises."""
+    CALLS.append(rollout_id)
+    GO_ON.wait(60)
+    raise RuntimeError("out of ideas")

@@ -11,6 +11,7 @@ from shared.schema.messages import Batch, BatchPending, Interrupted
 from tests.integration.buffer.conftest import NewRun, Served
 from tests.integration.buffer.player import Player
 from tests.integration.buffer.test_buffer_service import finished
+from tests.support import buffer_filters
 from tests.support.waiting import until
 
 
@@ -148,6 +149,23 @@ async def test_a_buffer_filter_may_wait_and_what_it_does_wrong_is_named_to_the_t
         return False
 
     await until(formed, "a batch")
+
+
+async def test_a_slow_buffer_filter_is_called_once_and_what_it_raises_reaches_the_trainer(served: Served) -> None:
+    player = await served(rollout={"buffer_filter_path": "tests.support.buffer_filters:held_up"})
+    await player.live(0)
+    await player.work_until(2)
+
+    async def chooses() -> bool:
+        answer = await player.ask(0)
+        return isinstance(answer, BatchPending) and answer.waiting_for == "the choice of rollout.buffer_filter_path"
+
+    await until(chooses, "the function's call")
+    assert await chooses() and buffer_filters.CALLS == [0]
+    buffer_filters.GO_ON.set()
+    with pytest.raises(RequestRefused, match="out of ideas"):
+        await player.ask(0)
+    assert buffer_filters.CALLS == [0]
 
 
 @pytest.mark.extra(each=True)

@@ -11,11 +11,12 @@ from pathlib import Path
 
 import pytest
 
+from services.buffer.ledger_writer import LedgerWriter
 from shared.bus import runs
 from shared.bus.registry import STANDBY, Registry
 from shared.process.embedded_servers import EmbeddedNats, EmbeddedServer, EmbeddedValkey
-from shared.schema.ledger import GroupsAdmitted, GroupsScored
-from shared.schema.messages import RunDone
+from shared.schema.ledger import GroupDead, GroupsAdmitted, GroupsScored, group_id
+from shared.schema.messages import Payload, RunDone
 from shared.schema.service_messages import LeaseStatus
 from tests.integration.buffer.conftest import SHORT, NewRun, on_mortal_servers
 from tests.integration.buffer.player import Player
@@ -35,6 +36,20 @@ async def two_buffers(player: Player) -> AsyncIterator[tuple[ServiceProcess, Ser
         with player.launch("buffer-2") as second:
             await player.says(second, "buffer-2", STANDBY)
             yield first, second
+
+
+async def test_a_successor_frees_again_what_many_records_let_go(new_run: NewRun) -> None:
+    player = await new_run()
+    keys = [f"k{number}" for number in range(300)]
+    await player.bus.publish(player.names.ledger("groups_admitted"), GroupsAdmitted(first=0, count=len(keys), version=0, at=0.0))
+    ends = {key: GroupDead(group=group_id(at), reason="x", payload=Payload(keys=[key], bytes=1), at=0.0) for at, key in enumerate(keys)}
+    await player.bus.publish_all(player.names.ledger("group_dead"), ends)
+
+    async def allowed() -> None:
+        raise AssertionError("nothing is written here")
+
+    _, released = await LedgerWriter(player.bus, player.names.run, allowed, lambda state, record: None).recover()
+    assert released == keys
 
 
 async def play_to_the_end(player: Player, step: int) -> None:
