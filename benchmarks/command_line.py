@@ -9,7 +9,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from shared.config.devices import VISIBLE, gpu_names, visible_gpus
+from shared.config.devices import VISIBLE, of_each_gpu, visible_gpus
 
 
 def parsed(about: str | None, *, writes: bool = False, **numbers: tuple[int, str]) -> argparse.Namespace:
@@ -38,7 +38,7 @@ def conditions() -> dict[str, Any]:
 @cache
 def told_gpus() -> dict[str, str]:
     """Returns which GPUs this machine has, as ``gpu``; nothing where it has none."""
-    counted = Counter(gpu_names())
+    counted = Counter(of_each_gpu("name"))
     return {"gpu": ", ".join(f"{count} × {name}" for name, count in counted.items())} if counted else {}
 
 

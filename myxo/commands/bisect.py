@@ -20,7 +20,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from myxo.commands.command_arguments import add_json, seconds
+from myxo.commands.command_arguments import add_json, add_run, positive
 from myxo.commands.evaluate import chosen_version, materialized, versions_on_disk
 from myxo.commands.export_run import config_of
 from myxo.commands.samples import stored_sample
@@ -61,15 +61,14 @@ report."""
 def declare(command: argparse.ArgumentParser) -> None:
     """Declares the arguments."""
     with_flags(command, _ABOUT, "RUN|CONFIG (--sample GROUP/INDEX | --prompt TEXT | --dump FILE) [--version N]", bisect)
-    command.add_argument("run", metavar="RUN|CONFIG", help="a run's name or its directory, or a config's TOML file")
-    command.add_argument("--dir", type=Path, default=Path("runs"), help="where the run named RUN lies (default runs)")
+    add_run(command, "RUN|CONFIG", ", or a config's TOML file")
     command.add_argument("--sample", metavar="GROUP/INDEX", help="the tokens of this sample, as `myxo samples` names it")
     command.add_argument("--prompt", metavar="TEXT", help="the tokens of this text")
     command.add_argument("--dump", metavar="FILE", type=Path, help="--sample, or the first one, of a file of --save-debug-rollout-data")
     command.add_argument("--version", type=int, metavar="N", help="the weight version (default: the sample's, else the newest on disk)")
     command.add_argument("--engine-checkpoint", metavar="DIR", type=Path, help="what the engine loads instead, such as a quantised one")
     command.add_argument("--tokens", type=int, default=DEFAULT_TOKENS, metavar="N", help=f"the first N alone (default {DEFAULT_TOKENS})")
-    command.add_argument("--deadline", type=seconds, default=900.0, metavar="S", help="seconds for each of the two to answer (default 900)")
+    command.add_argument("--deadline", type=positive, default=900.0, metavar="S", help="seconds for each of the two (default 900)")
     add_json(command)
 
 

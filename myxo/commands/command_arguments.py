@@ -12,9 +12,9 @@ from rich.console import Console
 from shared.runtime.errors import BadInput
 
 
-def add_run(command: argparse.ArgumentParser) -> None:
-    """Adds RUN and --dir."""
-    command.add_argument("run", metavar="RUN", help="the run's id, or its directory")
+def add_run(command: argparse.ArgumentParser, metavar: str = "RUN", besides: str = "") -> None:
+    """Adds RUN and --dir. ``besides``: what else may stand in its place."""
+    command.add_argument("run", metavar=metavar, help=f"the run's id, or its directory{besides}")
     command.add_argument("--dir", type=Path, default=Path("runs"), help="where runs lie (default runs)")
 
 
@@ -23,11 +23,11 @@ def add_json(command: argparse.ArgumentParser, text: str = "as one JSON object")
     command.add_argument("--json", action="store_true", help=text)
 
 
-def seconds(text: str) -> float:
-    """Reads a time in seconds."""
+def positive(text: str) -> float:
+    """Reads a number above 0."""
     value = float(text)
     if not 0 < value < math.inf:
-        raise argparse.ArgumentTypeError(f"{text}: more than 0 seconds")
+        raise argparse.ArgumentTypeError(f"{text}: more than 0")
     return value
 
 

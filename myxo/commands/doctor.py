@@ -120,8 +120,7 @@ def examine_torch(_: Path) -> Iterator[Diagnosis]:
     spec = importlib.util.find_spec("torch")
     if spec is None or spec.origin is None:
         return  # said among the packages
-    cuda = cuda_of(Path(spec.origin).with_name("version.py"))
-    version = importlib.metadata.version("torch")
+    cuda, version = cuda_of(Path(spec.origin).with_name("version.py")), importlib.metadata.version("torch")
     if devices.gpus() and cuda is None:
         found = f"torch {version} is built for CPUs alone, and this machine has {devices.gpus()} GPUs"
         yield Diagnosis("torch", "fault", found, "pip install --force-reinstall --no-deps torch==2.13.0")
@@ -136,8 +135,7 @@ def cuda_of(version_file: Path) -> str | None:
 
 
 def _of_extra(requirement: Requirement, extra: str) -> bool:
-    marker = requirement.marker
-    if marker is None:
+    if (marker := requirement.marker) is None:
         return extra == ""
     return bool(extra) and marker.evaluate({"extra": extra}) and not marker.evaluate({"extra": ""})
 

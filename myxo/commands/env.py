@@ -20,10 +20,11 @@ from rich.text import Text
 
 from myxo.commands import agent_check
 from myxo.commands.agent_check import AgentConformance, ScriptedModel
-from myxo.commands.command_arguments import add_json, seconds
+from myxo.commands.command_arguments import add_json, positive
 from myxo.run.run_access import connect
 from shared.bus.connection import Bus
 from shared.bus.subjects import RUN_ID
+from shared.config import flags
 from shared.environment import environment_url
 from shared.environment.conformance import Check, Conformance, Example
 from shared.environment.environment_client import open_environment
@@ -43,7 +44,6 @@ from shared.hooks.import_names import import_module
 from shared.runtime import addresses, exit_codes
 from shared.runtime.errors import ConfigError
 from shared.runtime.exit_codes import Parser
-from shared.runtime.safe_files import parse_json
 from shared.runtime.safe_text import json_text
 
 
@@ -248,8 +248,8 @@ def declare_run(verb: argparse.ArgumentParser) -> None:
     verb.add_argument("--port", type=int, default=8080, help="port to listen on; 0: any (default 8080)")
     verb.add_argument("--nats", metavar="NAME", help="answer as nats:NAME on the bus of NATS_URL instead")
     verb.add_argument("--run", help="with --nats: the run whose subjects it answers on")
-    verb.add_argument("--timeout", type=seconds, default=30.0, metavar="S", help="seconds that one call may need, as it is described (30)")
-    verb.add_argument("--session-ttl", type=seconds, default=SESSION_TTL, metavar="S", help="seconds until a session is forgotten (3600)")
+    verb.add_argument("--timeout", type=positive, default=30.0, metavar="S", help="seconds that one call may need, as it is described (30)")
+    verb.add_argument("--session-ttl", type=positive, default=SESSION_TTL, metavar="S", help="seconds until a session is forgotten (3600)")
 
 
 async def run(parsed: argparse.Namespace, console: Console) -> int:
@@ -326,7 +326,7 @@ def declare(command: argparse.ArgumentParser) -> None:
     verb.add_argument("--agent-command", metavar="COMMAND", help="an agent that is a command, split as a shell would")
     verb.add_argument("--agent-options", metavar="JSON", default="{}", help="rollout.agent_options, as one JSON object")
     verb.add_argument("--run", help="the run whose subjects a nats:NAME answers on; the server is that of NATS_URL")
-    verb.add_argument("--timeout", type=seconds, metavar="S", help="seconds for one score (default: what the environment asks for)")
+    verb.add_argument("--timeout", type=positive, metavar="S", help="seconds for one score (default: what the environment asks for)")
     verb.add_argument("--prompt", metavar="P", help="a prompt of your task (default a sum)")
     verb.add_argument("--label", metavar="L", help="its label")
     verb.add_argument("--response", action="append", metavar="R", help="a response to it; may be given several times")
@@ -386,23 +386,14 @@ async def _checks(parsed: argparse.Namespace, stack: contextlib.AsyncExitStack) 
         sys.path.insert(0, os.getcwd())
         shown, play = parsed.url, agent_check.function_agent(parsed.url)
     model = stack.enter_context(ScriptedModel())
-    return shown, AgentConformance(play, model, _example(parsed), _options(parsed.agent_options), parsed.timeout or AGENT_SECONDS).checks()
+    options = flags.mapping("--agent-options", parsed.agent_options) or {}
+    return shown, AgentConformance(play, model, _example(parsed), options, parsed.timeout or AGENT_SECONDS).checks()
 
 
 def _is_agent(parsed: argparse.Namespace) -> bool:
     """Returns whether an agent is meant: a URL has slashes behind its colon, and an environment on the bus a name of its own."""
     path = parsed.url is not None and _PATH.match(parsed.url) is not None and not parsed.url.startswith("nats:")
     return parsed.agent_command is not None or (parsed.agent and parsed.url is not None) or path
-
-
-def _options(text: str) -> dict[str, Any]:
-    try:
-        options = parse_json(text)
-    except ValueError as error:
-        raise ConfigError("--agent-options", text, f"one JSON object: {error}") from None
-    if not isinstance(options, dict):
-        raise ConfigError("--agent-options", text, "one JSON object")
-    return options
 
 
 def _example(parsed: argparse.Namespace) -> Example:

@@ -10,10 +10,11 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 
-from myxo.commands.command_arguments import add_json
+from myxo.commands.command_arguments import add_json, add_run
 from myxo.commands.export_run import config_of, converted
 from myxo.commands.up import up, with_flags
 from myxo.display.safe_console import SafeConsole
@@ -125,9 +126,8 @@ RUN/evaluations/vN.json."""
 def declare(command: argparse.ArgumentParser) -> None:
     """Declares the arguments of ``myxo eval``."""
     with_flags(command, _ABOUT, "RUN|CONFIG [--version N] [--dir DIR]", _run)
-    command.add_argument("run", metavar="RUN|CONFIG", help="a run's name or its directory, or a config's TOML file")
+    add_run(command, "RUN|CONFIG", ", or a config's TOML file")
     command.add_argument("--version", type=int, metavar="N", help="the weight version (default: the newest on disk)")
-    command.add_argument("--dir", type=Path, default=Path("runs"), help="where the run named RUN lies (default runs)")
     add_json(command)
 
 
@@ -146,12 +146,10 @@ def _run(parsed: argparse.Namespace, console: Console) -> int:
     replace_file(path, config_toml.dump(own).encode(), mode=0o600)
     code = up(Source.of(path, []), output, fresh=True)
     if code == exit_codes.DONE:
-        known = {"version": item.version, "newest": item.version, "step": config.steps_of_version(item.version)}  # in its own run it is 0
-        found = [entry | known for entry in json.loads(RunDirectory(own.run.root).summary.read_text())["evaluations"]]
-        figures = {"version": item.version, "evaluations": found}
+        figures = _figures(config, own, item.version)
         replace_file(directory / f"v{item.version:06d}.json", json.dumps(figures, indent=2).encode())
-        ended = [EvaluationSummary(**fields) for fields in found]
-        rows = [(f"eval/{one.dataset}", f"{one.mean_reward:.3f} over {one.samples} samples{evaluation_details(one)}") for one in ended]
+        found = [EvaluationSummary(**fields) for fields in figures["evaluations"]]
+        rows = [(f"eval/{one.dataset}", f"{one.mean_reward:.3f} over {one.samples} samples{evaluation_details(one)}") for one in found]
         if parsed.json:
             console.file.write(json.dumps(figures, indent=2) + "\n")
         else:
@@ -163,8 +161,9 @@ def evaluating(config: RunConfig, version: int, model: Path) -> RunConfig:
     """Returns the config of the run that evaluates a version of another run, whose weights lie in ``model``."""
     unset = dict.fromkeys(("update_weight_disk_dir", "update_weight_engine_dir", "object_store_url"))
     precision = {} if entry_format(model) is None else {"rollout_precision": "checkpoint"}  # it is quantized already
+    suffix = f"-eval-v{version}"
     return config.with_fields(
-        run={"name": f"{config.run.name}-eval-v{version}"},
+        run={"name": config.run.name[len(suffix) - 63 :].lstrip("-_") + suffix},  # of at most 63 characters; a name's end has the time
         model={"hf_checkpoint": model},
         rollout={"num_rollout": 0, "num_epoch": None, "num_rollout_per_epoch": None, "eval_replicas": 0, **precision},
         sft={"sft_data": None},
@@ -172,3 +171,10 @@ def evaluating(config: RunConfig, version: int, model: Path) -> RunConfig:
         weights={"update_weight_transport": "nccl", "join_from": "auto", **unset},
         debug={"save_debug_rollout_data": None, "save_debug_train_data": None, "dump_details": None},
     )
+
+
+def _figures(config: RunConfig, own: RunConfig, version: int) -> dict[str, Any]:
+    # in the run of its own the version is number 0
+    known = {"version": version, "newest": version, "step": config.steps_of_version(version)}
+    evaluations = [found | known for found in json.loads(RunDirectory(own.run.root).summary.read_text())["evaluations"]]
+    return {"version": version, "evaluations": evaluations}

@@ -11,7 +11,7 @@ from typing import Any
 from rich.console import Console
 from rich.text import Text
 
-from myxo.commands.command_arguments import add_json
+from myxo.commands.command_arguments import add_json, positive
 from myxo.commands.up import with_flags
 from myxo.launch.service_plan import filled
 from myxo.preflight import Source, run_plan
@@ -142,15 +142,8 @@ def declare(command: argparse.ArgumentParser) -> None:
     with_flags(command, _ABOUT, "CONFIG [--gpu-memory GB] [--json]", _run)
     command.add_argument("config", metavar="CONFIG", type=Path, help="a run's TOML file, or a model's")
     memory = f"memory of a GPU, in GB of 10^9 bytes; default: that of this machine's smallest GPU, {DEFAULT_GB:g} without one"
-    command.add_argument("--gpu-memory", type=_gigabytes, metavar="GB", help=memory)
+    command.add_argument("--gpu-memory", type=positive, metavar="GB", help=memory)
     add_json(command)
-
-
-def _gigabytes(text: str) -> float:
-    value = float(text)
-    if not 0 < value < 1e6:
-        raise argparse.ArgumentTypeError(f"{text}: GB, more than 0")
-    return value
 
 
 def _run(parsed: argparse.Namespace, console: Console) -> int:

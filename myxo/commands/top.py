@@ -14,7 +14,7 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
-from myxo.commands.command_arguments import add_json, add_run, seconds
+from myxo.commands.command_arguments import add_json, add_run, positive
 from myxo.run.run_access import Access, RunWatch, reach
 from shared.bus import runs
 from shared.bus.bus_errors import BUS_ERRORS
@@ -107,7 +107,7 @@ def declare(command: argparse.ArgumentParser) -> None:
     add_run(command)
     add_json(command, "once, as one JSON object")
     command.add_argument("--once", action="store_true", help="show it once, as is done where the output is no terminal")
-    command.add_argument("--window", type=seconds, default=float(WINDOWS[0]), help=f"seconds to look back (default {WINDOWS[0]})")
+    command.add_argument("--window", type=positive, default=float(WINDOWS[0]), help=f"seconds to look back (default {WINDOWS[0]})")
     command.set_defaults(run_command=lambda parsed, console: asyncio.run(top(parsed, console)))
 
 

@@ -9,7 +9,7 @@ from urllib.request import urlopen
 from rich.console import Console
 from rich.text import Text
 
-from myxo.commands.command_arguments import add_json, seconds
+from myxo.commands.command_arguments import add_json, positive
 from myxo.commands.env import STYLES
 from myxo.commands.up import with_flags
 from myxo.preflight import Source, checked
@@ -30,7 +30,7 @@ def declare(command: argparse.ArgumentParser) -> None:
     with_flags(command, _ABOUT, "CONFIG [options]", _run)
     command.add_argument("config", metavar="CONFIG", type=Path, help="the run's TOML file")
     command.add_argument("--engine", metavar="URL", help="a running SGLang server that answers in the place of the canned engine")
-    command.add_argument("--timeout", type=seconds, default=SECONDS, metavar="S", help=f"seconds for one call (default {SECONDS:g})")
+    command.add_argument("--timeout", type=positive, default=SECONDS, metavar="S", help=f"seconds for one call (default {SECONDS:g})")
     add_json(command)
 
 

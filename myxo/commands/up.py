@@ -26,7 +26,7 @@ from rich.console import Console
 from myxo.commands.export_run import begun_from
 from myxo.launch.exit_report import next_commands
 from myxo.launch.launcher import Launch
-from myxo.launch.node_launch import NodeLaunch, settle_node_rank
+from myxo.launch.node_launch import NodeLaunch, is_first_node, settle_node_rank
 from myxo.launch.service_plan import SERVICE_MODULES
 from myxo.preflight import Source, checked, checked_config
 from myxo.preflight.inspection import Inspection
@@ -139,7 +139,6 @@ started elsewhere: each needs only NATS_URL and MYXO_RUN, and REDIS_URL where ac
 def declare_up(command: argparse.ArgumentParser) -> None:
     """Declares the arguments of ``myxo up``."""
     _declare(command, _UP, _run)
-    command.add_argument("--fresh", action="store_true", help="remove what the run has done so far and start it anew")
     add_dry_run(command)
     command.add_argument("--from", dest="begin", metavar="RUN[@STEP]", help="begin with the weights of RUN's newest checkpoint, or STEP's")
     several = "which of the trainer's nodes this machine is, where it has several (actor_num_nodes); 0: the first"
@@ -173,7 +172,8 @@ class DryRun(NamedTuple):
 
 
 def add_dry_run(command: argparse.ArgumentParser) -> None:
-    """Adds --dry-run, --print-config and --no-try."""
+    """Adds --fresh, and --dry-run, --print-config and --no-try."""
+    command.add_argument("--fresh", action="store_true", help="remove what the run has done so far and start it anew")
     checks = "check everything, call functions of your own on two prompts, and print what the run comes to; start nothing"
     command.add_argument("--dry-run", action="store_true", help=checks)
     command.add_argument("--no-try", action="store_true", help="with these: do not call functions of your own (`myxo try` does)")
@@ -293,8 +293,7 @@ def up(source: Source, console: Console, *, fresh: bool = False, dry_run: DryRun
     ``node_rank``: which of the trainer's nodes this machine is; on all but the first, its part of the trainer is all that starts. Raises
     ConfigError for bad input, MyxoError for what keeps the run from starting.
     """
-    further = node_rank or os.environ.get(addresses.NODE_RANK, "0") != "0"  # not all services start there
-    inspection = checked(source, starts=not further, fresh=fresh)
+    inspection = checked(source, starts=lambda config: is_first_node(config, node_rank), fresh=fresh)
     if dry_run is not None:
         return _run_dry(inspection, dry_run, console)
     config = inspection.frozen
@@ -380,7 +379,6 @@ def declare_train(command: argparse.ArgumentParser) -> None:
     with_flags(command, _TRAIN, "[CONFIG] [options]", _train)
     command.epilog = "flags:\n" + "\n".join(flags.help_lines())
     command.add_argument("--run-name", metavar="NAME", help="the run's name; default: the model's and the time")
-    command.add_argument("--fresh", action="store_true", help="remove what the run has done so far and start it anew")
     add_dry_run(command)
 
 
@@ -416,11 +414,12 @@ def train_source(path: Path | None, words: list[str], *, fresh: bool = False, no
 def _settle_place(given: CommandLine, fresh: bool) -> None:
     """Gives the run slime's place: its directory lies in ``--save``; a run that lies in ``--load`` already continues there."""
     run, trainer = given.overrides.setdefault("run", {}), given.overrides.get("trainer", {})
-    if "load" in trainer and "name" not in run and not fresh and (newest := newest_run(Path(trainer["load"]))) is not None:
+    load, save = trainer.get("load"), trainer.get("save")
+    if load is not None and "name" not in run and not fresh and (newest := newest_run(Path(load))) is not None:
         run |= {"name": newest.name, "dir": str(newest.parent)}
-        given.notes.append(f"--load {trainer['load']}: the run {newest.name} continues")
-    if "save" in trainer:
-        run.setdefault("dir", trainer["save"])
+        given.notes.append(f"--load {load}: the run {newest.name} continues")
+    if save is not None:
+        run.setdefault("dir", save)
 
 
 def newest_run(directory: Path) -> Path | None:

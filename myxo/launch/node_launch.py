@@ -32,15 +32,26 @@ from shared.runtime.safe_text import say
 from shared.store.payload_store import Store
 
 
+def _nodes(config: RunConfig) -> int:
+    """Returns how many nodes the run's trainer or one of its engines has."""
+    trainer, engines = config.trainer, 1 if config.debug.trains_only else config.rollout.nodes_per_engine
+    return max(trainer.nodes("actor"), trainer.nodes("critic") if config.algorithm.has_critic else 1, engines)
+
+
+def is_first_node(config: RunConfig, rank: int | None) -> bool:
+    """Returns whether all services start on this machine but those of further nodes. ``rank``: as `settle_node_rank` takes it."""
+    with contextlib.suppress(ConfigError, AttributeError):  # reported as the rank is settled, or by the checks
+        nodes = _nodes(config)
+        rank = node_rank(nodes, of="the run") if rank is None and nodes > 1 else rank
+    return not rank
+
+
 def settle_node_rank(config: RunConfig, given: GivenServers, rank: int | None) -> int:
     """Returns the rank of the node that this machine is, and puts it into the environment of the services to start.
 
     ``rank``: that of ``--node-rank``; None: the environment names it, where the trainer has several nodes. Raises ConfigError.
     """
-    trainer = config.trainer
-    engines = 1 if config.debug.trains_only else config.rollout.nodes_per_engine
-    nodes = max(trainer.nodes("actor"), trainer.nodes("critic") if config.algorithm.has_critic else 1, engines)
-    if nodes == 1:
+    if (nodes := _nodes(config)) == 1:
         if rank:
             raise ConfigError("--node-rank", rank, "0; trainer and engines have one node each (trainer.actor_num_nodes, --sglang-nnodes)")
         return 0

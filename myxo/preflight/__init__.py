@@ -28,6 +28,7 @@ from shared.runtime.safe_text import printable_line, say
 Check = Callable[[Inspection], Findings]
 
 Settled = tuple[Inspection, str, list[BadInput]]
+Starts = bool | Callable[[RunConfig], bool]  # whether all services start on this machine, or what says that of a config
 
 LONGEST_NOTE = 1000  # characters of a note that are shown: one may hold a whole prompt
 
@@ -117,14 +118,14 @@ class Source(NamedTuple):
         return cls(path, flags.read(arguments))
 
 
-def checked_config(source: Source, *, starts: bool = False, fresh: bool = False, cluster: tuple[int, int] | None = None) -> RunConfig:
+def checked_config(source: Source, *, starts: Starts = False, fresh: bool = False, cluster: tuple[int, int] | None = None) -> RunConfig:
     """Returns the config of `checked` as the run keeps it. Raises as it does."""
     config = checked(source, starts=starts, fresh=fresh, cluster=cluster).frozen
     assert config is not None  # it passed
     return config
 
 
-def checked(source: Source, *, starts: bool = False, fresh: bool = False, cluster: tuple[int, int] | None = None) -> Inspection:
+def checked(source: Source, *, starts: Starts = False, fresh: bool = False, cluster: tuple[int, int] | None = None) -> Inspection:
     """Returns the inspection of a config with its flags (of `shared.config.flags`) laid over it, which has passed all checks; its names on
     the hub are pinned, and their files on this machine.
 
@@ -140,6 +141,7 @@ def checked(source: Source, *, starts: bool = False, fresh: bool = False, cluste
         if config is not None and given.as_slime:
             problems += slime_script.refusals(config)
         if reading.remaining is not None:
+            starts = starts(reading.remaining) if callable(starts) else starts
             inspection, engines, wrong = _settled(reading.remaining, starts, fresh, cluster, whole=not problems)
             config, problems = inspection.frozen, [*problems, *map(reading.with_origin, wrong)]
             os.environ.update(given.environment)

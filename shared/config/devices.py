@@ -59,22 +59,17 @@ def visible_gpus() -> list[str]:
 
 def gpu_bytes() -> int | None:
     """Returns the memory of this machine's smallest GPU, in bytes; None where neither nvidia-smi nor AMD's driver reports one."""
-    sizes = [int(line) << 20 for line in _told_of_each("memory.total") if line.isdigit()] or amd_gpus()
+    sizes = [int(line) << 20 for line in of_each_gpu("memory.total") if line.isdigit()] or amd_gpus()
     return min(sizes, default=0) or None
-
-
-def gpu_names() -> list[str]:
-    """Returns the product name of each GPU of this machine; none where nvidia-smi tells of none."""
-    return _told_of_each("name")
 
 
 def gpu_capabilities() -> list[float]:
     """Returns the compute capability of each GPU of this machine; none where nvidia-smi tells of none."""
-    return [float(line) for line in _told_of_each("compute_cap") if line.replace(".", "", 1).isdigit()]
+    return [float(line) for line in of_each_gpu("compute_cap") if line.replace(".", "", 1).isdigit()]
 
 
-def _told_of_each(field: str) -> list[str]:
-    """Returns what nvidia-smi says of each GPU."""
+def of_each_gpu(field: str) -> list[str]:
+    """Returns what nvidia-smi says of each GPU of this machine; nothing where it tells of none."""
     command = ["nvidia-smi", f"--query-gpu={field}", "--format=csv,noheader,nounits"]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=QUERY_SECONDS)

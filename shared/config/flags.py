@@ -5,6 +5,7 @@ refused with the nearest valid one.
 """
 
 import ast
+import contextlib
 import dataclasses
 import json
 import re
@@ -20,6 +21,7 @@ from shared.config.run_config import RunConfig, field_sections, section_model
 from shared.config.section import Words
 from shared.config.slime_script import SETTLED_FROM
 from shared.runtime.errors import BadInput, ConfigError, near, nearest, raise_problems
+from shared.runtime.safe_text import without_credentials
 
 SGLANG = "--sglang-"
 
@@ -35,7 +37,7 @@ class CommandLine:
         renamed: fields that flags under other names set; a field's own flag wins over them.
         notes: lines for the user: flags under other names, without effect, or given twice. environment: variables for the services.
         typed: ``section.field`` → the flag that sets it, as it was typed. as_slime: whether slime's defaults and rules hold.
-        words: as they were typed.
+        words: as they were typed, without credentials.
     """
 
     overrides: Overrides = dataclasses.field(default_factory=dict)
@@ -75,7 +77,7 @@ def read(arguments: list[str]) -> CommandLine:
     last value.
     """
     owners = field_sections()
-    given = CommandLine(words=list(arguments))
+    given = CommandLine()
     rest, seen = list(arguments), dict[str, list[str]]()
     while rest:
         before = list(rest)
@@ -87,8 +89,10 @@ def read(arguments: list[str]) -> CommandLine:
             continue
         words = before[: len(before) - len(rest)]
         flag, _, value = words[0].partition("=")
-        key, repeatable = flag.replace("--no-", "--", 1), adds(flag.removeprefix("--").replace("-", "_"))
-        if seen.get(key, words) != words and not repeatable and not value.startswith("{") and not words[-1].startswith("{"):
+        key, name = flag.replace("--no-", "--", 1), flag.removeprefix("--").replace("-", "_")
+        if (slimes := flag_table.of_slime(name)) is None or not slimes.variable:
+            given.words += map(_without_credentials, words)
+        if seen.get(key, words) != words and not adds(name) and not value.startswith("{") and not words[-1].startswith("{"):
             last = " ".join([value, *words[1:]]).strip()
             given.notes.append(f"{key} is given twice: {last or flag} counts, the last")
         seen[key] = words
@@ -179,7 +183,7 @@ def _value(flag: str, info: FieldInfo, own: list[str] | None, rest: list[str]) -
 
 def _read_by(reader: Callable[[list[str]], Any] | None, flag: str, kinds: set[type], words: list[str]) -> Any:
     if reader is None:
-        return words if list in kinds else _mapping(flag, words[0]) if dict in kinds else words[0]
+        return words if list in kinds else mapping(flag, words[0]) if dict in kinds else words[0]
     try:
         return reader(words)
     except ValueError as error:
@@ -191,12 +195,20 @@ def _is_none(words: list[str], info: FieldInfo) -> bool:
     return [word.lower() for word in words] == ["none"] and words[0] not in choices
 
 
-def _mapping(flag: str, text: str) -> Any:
+def _without_credentials(word: str) -> str:
+    """Returns a word as others may see it; a table's text with ``…`` in the place of what its keys say is secret."""
+    before, brace, table = word.partition("{")
+    with contextlib.suppress(ValueError):
+        return before + json.dumps(without_credentials(json.loads(brace + table), free=True), ensure_ascii=False)
+    return str(without_credentials(word))
+
+
+def mapping(flag: str, text: str) -> dict[str, Any] | None:
+    """Returns the mapping in a flag's text, JSON or Python; None for null. Raises ConfigError."""
     for read_text in (json.loads, ast.literal_eval):
-        try:
-            return read_text(text)
-        except (ValueError, SyntaxError, RecursionError, MemoryError):
-            continue
+        with contextlib.suppress(ValueError, SyntaxError, RecursionError, MemoryError):
+            if isinstance(found := read_text(text), dict | None):
+                return found
     raise ConfigError(flag, text, "expected a mapping such as '{\"key\": true}'")
 
 

@@ -159,7 +159,7 @@ def defaults(given: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, Any]
         found["rollout"]["max_staleness"] = 0
         if _leaves_correction_open(algorithm):
             found["algorithm"] = {"use_tis": False}
-    named = given_preset if isinstance(given_preset := algorithm.get("preset", []), list) else [given_preset]
+    named = map(str, preset if isinstance(preset := algorithm.get("preset", []), list) else [preset])
     if algorithm.keys() & {"use_kl_loss", "kl_loss_coef"} and not any("kl_loss_type" in presets.PRESETS.get(name, {}) for name in named):
         found.setdefault("algorithm", {})["kl_loss_type"] = "k1"
     if not given.get("reward", {}).keys() & {"rm_type", "custom_rm_path"}:

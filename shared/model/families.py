@@ -456,8 +456,8 @@ class _Entries:
             expected = f"'default' or '{known}'; other rope scalings are not implemented for this family"
             raise ConfigError(f"{self.path}:rope_type", kind, expected)
         try:
-            yarn = _yarn if family.latent else _grouped_yarn
-            scaling = {"default": lambda _: None, "llama3": _llama3, "yarn": yarn, "linear": _linear}[kind](nested)
+            yarn, linear = _yarn if family.latent else _grouped_yarn, lambda found: LinearScaling(float(found["factor"]))
+            scaling = {"default": lambda _: None, "llama3": _llama3, "yarn": yarn, "linear": linear}[kind](nested)
         except (KeyError, TypeError, ValueError) as error:
             raise ConfigError(f"{self.path}:rope_scaling", nested, f"valid entries for rope type {kind!r}: {error}") from error
         return Rope(theta=theta, fraction=fraction, interleaved=family.interleaved_rope, scaling=scaling)
@@ -561,10 +561,6 @@ def _llama3(entries: dict[str, Any]) -> Llama3Scaling:
         high_freq_factor=float(entries["high_freq_factor"]),
         original_max_positions=int(entries["original_max_position_embeddings"]),
     )
-
-
-def _linear(entries: dict[str, Any]) -> LinearScaling:
-    return LinearScaling(float(entries["factor"]))
 
 
 def _yarn(entries: dict[str, Any]) -> YarnScaling:

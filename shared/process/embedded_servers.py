@@ -8,6 +8,7 @@ import contextlib
 import importlib.metadata
 import json
 import platform
+import re
 import secrets
 import shutil
 import socket
@@ -18,7 +19,7 @@ from pathlib import Path
 
 from shared.accounts.permissions import RUN_ACCOUNT, Rights, nats_accounts, nats_user, redis_user
 from shared.process.child_process import ChildProcess, ProcessEnded
-from shared.runtime.errors import DeadlineExceeded, MyxoError
+from shared.runtime.errors import ConfigError, DeadlineExceeded, MyxoError
 from shared.runtime.host import host_memory
 
 START_SECONDS = 30.0
@@ -210,9 +211,11 @@ class EmbeddedValkey(EmbeddedServer):
     def __init__(self, directory: Path, appendfsync: str = "everysec", max_bytes: int | None = None, guest: Rights | None = None) -> None:
         super().__init__(directory)
         self._appendfsync, self._max_bytes = appendfsync, max_bytes or host_memory()[0] // STORE_SHARE
-        # a unix socket's path may have 107 bytes: a short directory of its own, readable by its owner alone
-        self._socket_directory = Path(tempfile.mkdtemp(prefix="myxo-"))
+        self._socket_directory = Path(tempfile.mkdtemp(prefix="myxo-"))  # a short one of its own, readable by its owner alone
         self.address = str(self._socket_directory / "valkey.sock")
+        if not re.fullmatch(r"[!#-&(-~]{1,107}", self.address):
+            self._socket_directory.rmdir()
+            raise ConfigError("TMPDIR", tempfile.gettempdir(), "up to 80 letters, digits and signs of ASCII: the store's socket lies there")
         self.url = self.guest_url = f"unix://{self.address}"
         self._guest = ""
         if guest is not None and guest.store is not None:

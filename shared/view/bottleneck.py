@@ -227,7 +227,7 @@ def _trainer_busy(load: Workload, config: RunConfig) -> tuple[Bottleneck, list[_
     remedies = [_Remedy("give the trainer more ranks (trainer.actor_num_gpus_per_node), or a batch less to compute", HARDWARE)]
     enough = math.ceil(len(load.replicas) * (1 - load.idle) / (1 - LITTLE))
     if enough < len(load.replicas):
-        text = f"{_count(enough, 'replica')} would do: the others' GPUs could train (rollout.rollout_replicas)"
+        text = f"{enough} replica{'' if enough == 1 else 's'} would do: the others' GPUs could train (rollout.rollout_replicas)"
         remedies.append(_Remedy(text, HARDWARE | {AlarmKind.RESTARTS}))
     return found, remedies
 
@@ -259,10 +259,6 @@ def _percent(share: float) -> str:
 
 def _rest(share: float) -> str:
     return f", and {_percent(share)} for others" if share >= LITTLE else ""
-
-
-def _count(number: int, what: str) -> str:
-    return f"{number} {what}" if number == 1 else f"{number} {what}s"
 
 
 def _names(names: Sequence[str]) -> str:

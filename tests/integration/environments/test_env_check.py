@@ -184,7 +184,7 @@ async def test_nobody_there_and_nobody_who_answers(capsys: pytest.CaptureFixture
         (["nats:grader"], "--run = None: required for nats:NAME"),
         (["nats:grader", "--run", "Upper"], "--run = 'Upper'"),
         (["nats:grader", "--run", "tiny"], "NATS_URL = None: required"),
-        (["http://judge", "--timeout", "0"], "more than 0 seconds"),
+        (["http://judge", "--timeout", "0"], "more than 0"),
         (["http://judge", "--timeout", "soon"], "invalid"),
         ([], "URL"),
     ],

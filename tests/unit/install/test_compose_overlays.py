@@ -42,7 +42,7 @@ def test_amds_gpus_are_given_to_the_torch_backend_and_planned_for(tmp_path: Path
         (tmp_path / str(node) / "properties").write_text(f"cpu_cores_count 4\nsimd_count {simd}\nbroken\n")
         (bank / "properties").write_text(f"heap_type 1\nsize_in_bytes {size}\n")
     monkeypatch.setattr(devices, "AMD_NODES", tmp_path)
-    monkeypatch.setattr(devices, "_told_of_each", lambda _: [])
+    monkeypatch.setattr(devices, "of_each_gpu", lambda _: [])
     assert devices.amd_gpus() == [64 << 30, 48 << 30] and devices.gpu_bytes() == 48 << 30
     if not list(Path("/dev").glob("nvidia[0-9]*")):
         assert devices.gpus() == 2 and devices.resolve("auto") == "cuda"

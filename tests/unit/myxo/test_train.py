@@ -5,6 +5,7 @@ import contextlib
 import random
 import shlex
 import tomllib
+from collections.abc import Callable
 from datetime import datetime
 from pathlib import Path
 from types import SimpleNamespace
@@ -13,16 +14,18 @@ import pytest
 from rich.console import Console
 
 from myxo.commands import serve, up
-from myxo.preflight import engine_checks, inspect, objective_checks
+from myxo.commands.evaluate import evaluating
+from myxo.preflight import Source, engine_checks, inspect, objective_checks
 from myxo.preflight.inspection import Inspection, Note
 from myxo.run import config_toml
 from shared.bus import runs
-from shared.config import slime_script
+from shared.config import flags, slime_script
 from shared.config.config_reading import read
 from shared.config.run_config import RunConfig
 from shared.hooks.arguments import Arguments
 from shared.model.architecture_flags import described_shape
 from shared.model.parallel_layout import ParallelLayout, division_problems
+from shared.runtime.addresses import RANK_VARIABLES
 from shared.runtime.errors import ConfigError, Problems, raise_problems
 from tests.support.run_config import run_config
 from tests.support.slime_scripts import SCRIPTS
@@ -388,3 +391,53 @@ def test_the_command_that_continues_a_serve_has_its_flags(tmp_path: Path, monkey
     given = argparse.Namespace(config=tmp_path / "my serve.toml", flags=["--lora-rank", "16"], fresh=False)
     assert serve._run(given, Console()) == 0
     assert printed[0].endswith(f"myxo serve '{tmp_path}/my serve.toml' --lora-rank 16")
+
+
+def test_none_is_no_directory_to_load_from_or_to_save_in() -> None:
+    given = up.train_source(None, shlex.split(f"{LEAST} --load none --save none"), now=NOW).given.overrides
+    assert "dir" not in given["run"] and (given["trainer"]["load"], given["trainer"]["save"]) == (None, None)
+
+
+def test_the_run_that_evaluates_one_of_a_long_name_has_its_end(tmp_path: Path) -> None:
+    long = run_config(tmp_path, run={"name": "a" * 8 + "-" + "model" * 8 + "-20260801-0930"})
+    name = evaluating(long, 120, tmp_path).run.name
+    assert len(name) <= 63 and name.endswith("-20260801-0930-eval-v120")
+    assert evaluating(run_config(tmp_path), 3, tmp_path).run.name == "test-eval-v3"
+
+
+def test_the_command_that_continues_a_run_has_no_credentials() -> None:
+    table = '{"api_key": "s3cret", "n": 1}'
+    words = ["--wandb-key", "s3cret", "--lr", "1e-5", "--wandb-key=s3cret", "--judge-url", "http://me:s3cret@host/v1", "--custom-args"]
+    again = up.continuing(run_config(Path("/r")), Source.of(Path("run.toml"), [*words, table, "--rm-type", "math"]))
+    assert "s3cret" not in again and "wandb" not in again
+    kept = ["run.toml", "--lr", "1e-5", "--judge-url", "http://…@host/v1", "--custom-args", '{"api_key": "…", "n": 1}', "--rm-type", "math"]
+    assert shlex.split(again)[-9:] == kept
+
+
+def test_what_is_checked_follows_from_the_settled_rank_of_the_node(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    one, two = run_config(tmp_path), run_config(tmp_path, trainer={"actor_num_nodes": 2})
+    seen = list[bool]()
+
+    def checked(source: Source, *, starts: Callable[[RunConfig], bool], fresh: bool) -> None:
+        seen.append(starts(cases[len(seen)][0]))
+        raise ConfigError("checked", None, "only")
+
+    monkeypatch.setattr(up, "checked", checked)
+    for variable in RANK_VARIABLES:
+        monkeypatch.delenv(variable, raising=False)
+    cases: list[tuple[RunConfig, dict[str, str], int | None, bool]] = [
+        (one, {"MYXO_NODE_RANK": "1"}, None, True),
+        (one, {"MYXO_NODE_RANK": ""}, None, True),
+        (one, {}, 1, False),
+        (two, {"MYXO_NODE_RANK": "1"}, 0, True),
+        (two, {"MYXO_NODE_RANK": "1"}, None, False),
+        (two, {"SLURM_NODEID": "1"}, None, False),
+        (two, {"SLURM_NODEID": "0"}, None, True),
+        (two, {}, None, True),
+    ]
+    for _, environment, rank, _ in cases:
+        with monkeypatch.context() as patched, pytest.raises(ConfigError, match="checked"):
+            for variable, value in environment.items():
+                patched.setenv(variable, value)
+            up.up(Source(None, flags.read([])), Console(), node_rank=rank)
+    assert seen == [first for *_, first in cases]

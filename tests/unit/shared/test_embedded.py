@@ -2,9 +2,13 @@
 
 import socket
 import sys
+import tempfile
 from pathlib import Path
 
-from shared.process.embedded_servers import LOAD_BYTES_S, EmbeddedServer, free_port
+import pytest
+
+from shared.process.embedded_servers import LOAD_BYTES_S, EmbeddedServer, EmbeddedValkey, free_port
+from shared.runtime.errors import ConfigError
 
 LOADING = """
 import socket, sys, time
@@ -34,6 +38,15 @@ def test_a_server_is_waited_for_while_it_reads_what_it_has_written(tmp_path: Pat
         assert server.alive()
     finally:
         server.stop()
+
+
+@pytest.mark.parametrize("name", ["with a space", "größe", "d" * 90])
+def test_a_directory_that_no_store_can_have_its_socket_in_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / name))
+    (tmp_path / name).mkdir()
+    with pytest.raises(ConfigError, match="TMPDIR = .*: up to 80 letters"):
+        EmbeddedValkey(tmp_path)
+    assert not list((tmp_path / name).iterdir())
 
 
 def test_a_port_is_free_and_none_that_an_outgoing_connection_may_get() -> None:
