@@ -194,8 +194,8 @@ class WeightCatchUp:
         """Returns the replicas that this new one may ask for ``version``: those that serve it on as many ranks. New replicas get them in
         different orders, so that not all ask the same one first."""
         own = self._service
-        if self._by_objects and self._config.join_from == "auto":
-            return ()  # engines of other sites cannot be reached
+        if own.config.trainer.lora_rank is not None or (self._by_objects and self._config.join_from == "auto"):
+            return ()  # adapters cannot be told from weights that they are merged into; engines of other sites cannot be reached
         if version == NO_WEIGHTS or self._external or self._replica.served.has_weights or self._config.join_from not in ("auto", "peer"):
             return ()
         fit = [

@@ -93,8 +93,8 @@ def engines_release(config: RunConfig) -> bool:
 
 
 def engines_back_up(config: RunConfig) -> bool:
-    """Returns whether engines keep released weights in host memory: where not every step ends in a push, they keep the old ones."""
-    return engines_release(config) and config.weights.update_weights_interval > 1
+    """Returns whether engines keep released weights in host memory: those that the next step's push does not bring, none or adapters."""
+    return engines_release(config) and (config.weights.update_weights_interval > 1 or config.trainer.lora_rank is not None)
 
 
 def colocated_engines(config: RunConfig, node: int) -> list[tuple[int, int]]:

@@ -311,7 +311,8 @@ class SnapshotWriter:
         copy_beside_weights(self._actor.hf_dir, directory)
         found = self._actor.quantization
         dtype = self._weights.update_weight_dtype or self._actor.settings.trainer.train_dtype
-        write_config(directory, dtype, entry=None if found is None else found.entry)
+        drafts = self._actor.model.architecture.trained_drafts > 0
+        write_config(directory, dtype, drafts, None if found is None else found.entry)
 
     def _finish(self, written: WeightCheckpoint, seconds: float) -> WeightsSnapshot:
         client = self._client

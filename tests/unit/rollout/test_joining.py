@@ -5,7 +5,7 @@ import signal
 import tempfile
 from pathlib import Path
 from types import SimpleNamespace
-from unittest.mock import Mock
+from unittest.mock import AsyncMock, Mock
 
 import pytest
 
@@ -46,6 +46,17 @@ CASES = {
 def test_where_weights_come_from(case: str) -> None:
     join_from, held, live, snapshot, peers, pushes, choice = CASES[case]
     assert choose(join_from, Situation(held, live, snapshot, peers, pushes)) == choice  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(("trainer", "asked"), [({}, ("rollout-0",)), ({"lora_rank": 8}, ())])
+async def test_no_replica_is_asked_for_weights_with_adapters_merged_into_them(
+    trainer: dict[str, int], asked: tuple[str, ...], tmp_path: Path
+) -> None:
+    status = SimpleNamespace(instance="rollout-0", version=7, state="ready", ranks=2)
+    registry = SimpleNamespace(alive=AsyncMock(return_value=[status]))
+    service = SimpleNamespace(config=run_config(tmp_path, trainer=trainer), instance="rollout-1", ranks=2, registry=registry)
+    replica = SimpleNamespace(served=SimpleNamespace(has_weights=False))
+    assert await WeightCatchUp(service, replica, lambda: False)._peers(7) == asked  # type: ignore[arg-type]
 
 
 async def test_a_disk_that_refuses_the_copy_is_named_and_ends_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from services.rollout.engine.receiver import command_session
+from services.rollout.engine.receiver import command_session, load_plan
 from services.rollout.engine.receiver.receiver import ReceiveError, Receiver
 from shared.runtime.errors import BadMessage
 from shared.schema.weight_messages import WeightChannelAddress
@@ -255,6 +255,18 @@ async def test_a_push_breaks_a_transfer_off(source: Receiver) -> None:
         receive(destination, offer["channel"])
     assert not raised.value.touched and destination.version == 1
     await until(lambda: not source.before_change, "the transfer's end at its source")
+
+
+def test_a_push_that_begins_while_the_source_looks_at_its_parameters(source: Receiver, monkeypatch: pytest.MonkeyPatch) -> None:
+    look = load_plan.held_copies
+
+    def disturbed(*given: Any) -> Any:
+        source.disturb("a push of version 4 begins")
+        return look(*given)
+
+    monkeypatch.setattr(load_plan, "held_copies", disturbed)
+    with pytest.raises(ReceiveError, match="a push of version 4 begins"):
+        receive(receiver(2), offered(source)["channel"])
 
 
 def test_a_push_in_the_middle_of_a_transfer(source: Receiver, monkeypatch: pytest.MonkeyPatch) -> None:

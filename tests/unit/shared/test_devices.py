@@ -1,6 +1,7 @@
 """GPUs shared out among a run's services on one machine."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -89,12 +90,15 @@ def test_colocated_on_a_cpu_there_is_nothing_to_give_back(tmp_path: Path) -> Non
     assert not devices.engines_release(asked)
 
 
-def test_engines_keep_a_copy_of_their_weights_where_not_every_step_is_pushed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("kept", [{"weights": {"update_weights_interval": 2}}, {"trainer": {"lora_rank": 8}}])
+def test_engines_keep_a_copy_of_weights_that_the_next_push_does_not_bring(
+    kept: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(devices, "gpus", lambda: 1)
-    config = run_config(tmp_path, trainer={"colocate": True}, weights={"update_weights_interval": 2})
-    assert devices.engines_back_up(config)
-    apart = run_config(tmp_path, weights={"update_weights_interval": 2})
-    assert not devices.engines_back_up(apart)
+    apart, trainer = run_config(tmp_path, **kept), kept.get("trainer", {})
+    assert not devices.engines_back_up(apart) and devices.engines_back_up(devices.as_lent(apart))
+    assert devices.engines_back_up(run_config(tmp_path, **kept | {"trainer": trainer | {"colocate": True}}))
+    assert not devices.engines_back_up(run_config(tmp_path, **kept | {"trainer": trainer | {"colocate": True, "offload_rollout": False}}))
 
 
 def test_colocated_services_that_turn_out_to_be_on_different_devices_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

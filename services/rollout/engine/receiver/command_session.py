@@ -71,11 +71,16 @@ class PeerTransfer:
     def __init__(self, receiver: Receiver, name: str, address: str, ranks: int, seconds: float) -> None:
         self._receiver, self._deadline, self._ranks = receiver, TransferDeadline(seconds), ranks
         self._version = receiver.version
-        specs = [(name, known.dtype, known.shape) for name, known in receiver.known.items()]
-        self._manifest = lay_out(specs, BUCKET_BYTES // ranks, "partial")
-        self._copies = [self._held(bucket) for bucket in self._manifest.buckets]
         self.channel = GroupSender(name, address, 1 + ranks, receiver.device, paced=True)
-        receiver.before_change.add(self.channel.abort)
+        receiver.before_change.add(self.channel.abort)  # ahead of the look at the parameters, which takes seconds
+        try:
+            specs = [(name, known.dtype, known.shape) for name, known in receiver.known.items()]
+            self._manifest = lay_out(specs, BUCKET_BYTES // ranks, "partial")
+            self._copies = [self._held(bucket) for bucket in self._manifest.buckets]
+        except BaseException:
+            receiver.before_change.discard(self.channel.abort)
+            self.channel.close()
+            raise
 
     def run(self) -> None:
         channel, linger = self.channel, BROKEN_LINGER_SECONDS

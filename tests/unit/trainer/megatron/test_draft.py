@@ -9,6 +9,8 @@ import torch.nn.functional as F
 from safetensors.torch import load_file
 
 from services.trainer.megatron import hf_conversion
+from services.trainer.weights.snapshot_writer import SnapshotWriter
+from tests.support.run_config import run_config
 from tests.support.tables import not_refused
 from tests.unit.trainer.megatron import draft_steps, rank_steps
 from tests.unit.trainer.megatron.draft_steps import family_names, make_drafted, make_family
@@ -203,6 +205,15 @@ def test_exports_have_the_draft_layers_trained_or_not(drafted, tmp_path):
         index = target / "model.safetensors.index.json"
         assert not index.exists() or json.loads(index.read_text())["weight_map"].keys() == before.keys()
         rank_steps.actor(target, **ON)  # an export is a checkpoint to begin with
+
+
+@pytest.mark.parametrize(("config", "layers"), [(ON, 1), ({}, 0)])
+def test_the_config_of_a_snapshot_counts_the_draft_layers_that_are_in_it(config, layers, drafted, tmp_path):
+    model, target = rank_steps.actor(drafted("glm4_moe"), **config), tmp_path / "snapshot"
+    target.mkdir()
+    SnapshotWriter(run_config(tmp_path), None, model)._write_beside(target)
+    assert json.loads((target / "config.json").read_text())["num_nextn_predict_layers"] == layers
+    assert any(name.startswith(DRAFT) for name in rank_steps.exported(model)) == bool(layers)
 
 
 def test_conversion_there_and_back_keeps_the_draft_layers(drafted, tmp_path):
