@@ -128,7 +128,7 @@ async def carry_out(access: Access, plan: RepairPlan) -> list[Path]:
     bus, config, names, cut = access.bus, access.config, Subjects(access.run), plan.cut or LedgerCut(0, 0, "")
     steps = config.rollout.num_rollout
     WeightCheckpoints.of_run(config).remove_after(version_after(plan.resume, config.weights.update_weights_interval, steps))
-    found = [path for path in final_exports(config) if (exported_steps(path, steps) or 0) > plan.resume]
+    found = [path for path in final_exports(config) if (exported_steps(config, path) or 0) > plan.resume]
     for name in CHECKPOINTS.values():
         found += [path for step, path in complete_checkpoints(config.trained / name) if step in plan.set_aside]
     moved = [path.rename(path.with_name(f"{path.name}{ASIDE}-{time.time_ns()}")) for path in found]

@@ -19,13 +19,14 @@ from urllib.parse import urlsplit
 
 from myxo.preflight.inspection import Findings, Inspection, ModelSize, Note
 from myxo.run import run_access
-from myxo.run.run_directory import STATE, RunDirectory
+from myxo.run.run_directory import STATE, RunDirectory, checkpoints
 from shared import hooks
 from shared.bus import runs
 from shared.config import devices
 from shared.config.eval_views import agents, missing_packages, named_rewards
 from shared.config.run_config import RunConfig
 from shared.config.service_sections import ingest_key
+from shared.model.final_exports import export_target, occupant
 from shared.rewards.names import RUNS_CODE, base
 from shared.runtime import addresses
 from shared.runtime.errors import ConfigError
@@ -132,8 +133,8 @@ def check_earlier_run(inspection: Inspection) -> Findings:
 
 
 def check_directories(inspection: Inspection) -> Findings:
-    """Yields the directories of the run that cannot be written."""
-    config = inspection.config
+    """Yields the directories of the run that cannot be written, and the first of an export to come where something else lies."""
+    config, done = inspection.config, 0 if inspection.fresh else max(checkpoints(inspection.config), default=0)
     wanted = {
         "run.dir": config.run.root,
         "trainer.save": config.trainer.save and config.trained,
@@ -147,6 +148,11 @@ def check_directories(inspection: Inspection) -> Findings:
     for path in [root / name for name in STATE if (root / name).exists()] if os.access(root, os.W_OK) else []:
         if not os.access(path, os.W_OK):
             yield ConfigError("run.dir", str(path), f"{_owned(path)}; make it yours (chown), or give another run.name")
+    for steps in range(done + 1, 0 if config.debug.debug_rollout_only else config.rollout.num_rollout + 1):
+        if (export := export_target(config, steps)) is not None and (what := occupant(config, export)):
+            expected = f"a directory for exports alone, with {{rollout_id}} for the step: one would replace {what} there"
+            yield ConfigError("trainer.save_hf", str(export), expected)
+            return
 
 
 def check_disk(inspection: Inspection) -> Findings:

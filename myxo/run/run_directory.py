@@ -218,9 +218,7 @@ _STEP = re.compile(r"step_(\d{8,})")
 
 def checkpoints(config: RunConfig) -> list[int]:
     """Returns the steps of the complete checkpoints that all of the trainer's roles have on this machine, oldest first."""
-    roots = [config.trained / CHECKPOINTS["actor"]]
-    if config.algorithm.has_critic:
-        roots.append(config.trained / CHECKPOINTS["critic"])
+    roots = [config.trained / CHECKPOINTS[role] for role in (CHECKPOINTS if config.algorithm.has_critic else ("actor",))]
     return sorted(set.intersection(*({step for step, _ in complete_checkpoints(root)} for root in roots)))
 
 

@@ -192,21 +192,21 @@ class Actor:
         kept = () if self.quantization is None else self.quantization.names
         return self._gather_plan.buckets(bucket_bytes, None if dtype is None else DTYPES[dtype], kept)
 
-    def save_hf(self, directory: str | Path, steps: int | None = None) -> None:
+    def save_hf(self, directory: str | Path, mark: dict[str, Any] | None = None, *, wait: bool = True) -> JointWrite:
         """Writes a Hugging Face checkpoint: safetensors, config, tokenizer. It appears complete or not at all.
 
         Args:
-            steps: those that the policy was trained, which the checkpoint then records.
+            mark: what the checkpoint says of itself (`shared.model.final_exports`). wait: until it is there. Otherwise each rank's share of
+                the weights is copied to its host memory, to be written while training continues, and `JointWrite.finish` waits.
         """
-        export.save_hf(self._gather_plan, self.hf_dir, Path(directory), steps=steps)
+        writing = export.start_export(self._gather_plan, self.hf_dir, Path(directory), copied=not wait, mark=mark)
+        if wait:
+            writing.finish()
+        return writing
 
     def save_adapters(self, directory: str | Path) -> None:
         """Writes LoRA's adapters alone, in PEFT's format. The directory appears complete or not at all."""
         export.save_adapters(self._gather_plan, self.hf_dir, Path(directory))
-
-    def start_export(self, directory: str | Path, steps: int | None = None) -> JointWrite:
-        """Begins `save_hf`: copies each rank's share of the weights to its host memory, to be written while training continues."""
-        return export.start_export(self._gather_plan, self.hf_dir, Path(directory), steps=steps)
 
     def save_checkpoint(
         self, root: str | Path, step: int, extra: dict[str, Any] | None = None, keep: int | None = None, *, wait: bool = True

@@ -43,7 +43,7 @@ from shared.config.run_config import RunConfig
 from shared.data.demonstrations import DemonstrationFile
 from shared.data.rows import MixedOrder
 from shared.data.tokenizer import Tokenizer
-from shared.model.final_exports import exported_steps, hf_directory
+from shared.model.final_exports import exported_steps, hf_directory, mark_of, retire_exports
 from shared.schema.digests import attest
 from shared.schema.messages import Attestation, Batch, Trained
 from shared.schema.sample import SampleLimits
@@ -88,8 +88,8 @@ class Trainer(RoleWorker):
     def run(self) -> None:
         """Trains until the run is done or a stop is asked for; all that a resume needs is then on disk."""
         self._resume()
-        self._exporter.write_missing(self._progress.steps)
-        self._write_missing_final_hf()
+        self._exporter.begin(self._progress.steps)
+        self._save_final_hf()
         self._report_durable()
         if not self._progress.sft_done:
             self._warm_start()
@@ -282,22 +282,19 @@ class Trainer(RoleWorker):
 
     def _save(self) -> None:
         self._colocation.onload()
+        if self._control is not None:
+            retire_exports(self._config, self._progress.steps)
         super()._save()
-        if self._begun_save == self._config.rollout.num_rollout and self._config.trainer.save_final_hf:
-            self._save_final_hf()
-
-    def _write_missing_final_hf(self) -> None:
-        """Writes what a predecessor died before that had saved the last checkpoint; the run's end is reported after it. A collective."""
-        path, steps = hf_directory(self._config), self._progress.steps
-        due = self._progress.sft_done and self._config.trainer.save_final_hf and steps == self._config.rollout.num_rollout
-        if due and runtime.gather_json(exported_steps(path, steps))[0] != steps:
-            self._save_final_hf()
+        self._save_final_hf()
 
     def _save_final_hf(self) -> None:
-        path = hf_directory(self._config)
-        self._report_activity(f"writing the final weights to {path}")
-        self._actor.save_hf(path, self._progress.steps)
-        self._log_start("final_weights_written")
+        """Writes the final weights where they are due and lacking; the run's end is reported after it. A collective."""
+        path, steps = hf_directory(self._config), self._progress.steps
+        due = self._progress.sft_done and self._config.trainer.save_final_hf and steps == self._config.rollout.num_rollout
+        if due and runtime.gather_json(exported_steps(self._config, path))[0] != steps:
+            self._report_activity(f"writing the final weights to {path}")
+            self._actor.save_hf(path, mark_of(self._config, steps))
+            self._log_start("final_weights_written")
 
     def _save_if_due(self) -> None:
         super()._save_if_due()

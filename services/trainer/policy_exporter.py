@@ -15,8 +15,7 @@ from services.trainer.control_client import ControlClient
 from services.trainer.parallel import runtime
 from services.trainer.parallel.joint_write import JointWrite, SaveFailed
 from shared.config.run_config import RunConfig
-from shared.model.final_exports import export_directory, exported_steps
-from shared.schema.versions import crossed, is_periodic, newest_due
+from shared.model.final_exports import export_target, exported_steps, mark_of, occupant
 
 
 class PolicyExporter:
@@ -29,31 +28,29 @@ class PolicyExporter:
     def __init__(self, config: RunConfig, control: ControlClient | None, actor: Actor) -> None:
         self._config, self._control, self._actor = config, control, actor
         self._writing: JointWrite | None = None
-        self._path, self._started = Path(), 0.0
+        self._started = 0.0
         self._log: Any = structlog.get_logger()
 
     def begin(self, steps: int) -> None:
-        """Exports the policy after ``steps`` steps; waits for the export before it, and for the last one, since the run ends behind it.
+        """Exports the policy after ``steps`` steps where that is due and lacking, after a checkpoint or in the life after it. Waits for the
+        export before it, and for the last one, since the run ends behind it.
 
         A collective. Raises DeadlineExceeded.
         """
-        if (path := self._target(steps)) is None:
+        path = export_target(self._config, steps)
+        if path is None or runtime.gather_json(exported_steps(self._config, path))[0] == steps:
             return
         self.finish()
-        self._path, self._started = path, time.monotonic()
+        self._started = time.monotonic()
         try:
-            self._writing = self._actor.start_export(path, steps)
+            with runtime.together(f"the look at {path}"):
+                if runtime.rank() == 0 and (what := occupant(self._config, path)):
+                    raise FileExistsError(f"it would replace {what}")
+            self._writing = self._actor.save_hf(path, mark_of(self._config, steps), wait=False)
         except (OSError, runtime.PeerFailed) as error:  # on all ranks: they prepare the directory together
-            self._tell(error)
+            self._tell(path, error)
         if not self._config.trainer.async_save or steps == self._config.rollout.num_rollout:
             self.finish()
-
-    def write_missing(self, steps: int) -> None:
-        """Exports the policy that a checkpoint holds where a predecessor died before its export was complete. A collective."""
-        path, rollout = self._target(steps), self._config.rollout
-        due = is_periodic(steps, self._config.trainer.save_interval, rollout.num_rollout_per_epoch) or steps == rollout.num_rollout
-        if path is not None and due and runtime.gather_json(exported_steps(path, steps))[0] != steps:
-            self.begin(steps)
 
     def finish(self) -> None:
         """Waits until what was begun is on disk, or has failed. A collective. Raises DeadlineExceeded."""
@@ -62,19 +59,11 @@ class PolicyExporter:
             return
         try:
             writing.finish()
-            self._log.info("policy_exported", path=str(self._path), seconds=round(time.monotonic() - self._started, 2))
+            self._log.info("policy_exported", path=str(writing.target), seconds=round(time.monotonic() - self._started, 2))
         except SaveFailed as error:
-            self._tell(error)
+            self._tell(writing.target, error)
 
-    def _tell(self, error: Exception) -> None:
-        self._log.error("policy_not_exported", path=str(self._path), error=f"{type(error).__name__}: {error}")
+    def _tell(self, path: Path, error: Exception) -> None:
+        self._log.error("policy_not_exported", path=str(path), error=f"{type(error).__name__}: {error}")
         if self._control is not None:
-            self._control.publish_event("policy_not_exported", f"{self._path}: {error}")
-
-    def _target(self, steps: int) -> Path | None:
-        trainer, rollout = self._config.trainer, self._config.rollout
-        template, interval = trainer.save_hf, trainer.save_hf_interval
-        before = newest_due(steps - 1, trainer.save_interval, rollout.num_rollout_per_epoch)  # the checkpoint before this one
-        if interval is not None and not crossed(before, steps, interval) and steps != rollout.num_rollout:
-            return None
-        return None if template is None or steps == 0 else export_directory(template, steps)
+            self._control.publish_event("policy_not_exported", f"{path}: {error}")

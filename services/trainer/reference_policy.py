@@ -38,11 +38,6 @@ class FrozenWeights:
         return cls(copies, adapters)
 
     @classmethod
-    def of_policy(cls, model: TrainedModel) -> "FrozenWeights":
-        """Returns the policy as it is now; for a model with adapters, these are enough."""
-        return cls.of(model, adapters=model.lora is not None)
-
-    @classmethod
     def of_saved_policy(cls, model: TrainedModel, directory: Path) -> "FrozenWeights":
         """Returns an earlier policy of this model, from the directory that `Actor.save_hf` wrote then."""
         if model.lora is None:
@@ -109,12 +104,9 @@ class ReferencePolicy:
 
     def load(self, steps: int) -> None:
         """Loads the reference that is in use after so many training steps from disk. A collective of all ranks."""
-        made, model = made_at(steps, self._interval), self._actor.model
-        self._made = made
-        if made == 0 and self._own is not None:
-            self._weights = FrozenWeights.from_hf(model, self._own)
-        else:
-            self._weights = FrozenWeights.of_saved_policy(model, self._directory(made))
+        self._made, model = made_at(steps, self._interval), self._actor.model
+        own = self._own if self._made == 0 else None
+        self._weights = FrozenWeights.from_hf(model, own) if own else FrozenWeights.of_saved_policy(model, self._directory(self._made))
 
     def renew(self, steps: int) -> None:
         """Makes the present policy the reference, if a new one is due after so many steps. A collective of all ranks."""
@@ -122,7 +114,7 @@ class ReferencePolicy:
             return
         self._made = made
         self._actor.save_hf(self._directory(made))
-        self._weights = FrozenWeights.of_policy(self._actor.model)
+        self._weights = FrozenWeights.of(self._actor.model, adapters=self._actor.model.lora is not None)
         needed = made_at(min(checkpoints(self._root), default=0), self._interval)
         for directory in self._first.parent.glob(f"{self._first.name}-*"):
             if directory.name.rpartition("-")[2].isdigit() and int(directory.name.rpartition("-")[2]) < needed:

@@ -50,7 +50,7 @@ async def test_a_trainer_that_is_killed_before_its_final_weights_are_there_write
         (root / "held").unlink()
         assert await asyncio.wait_for(asyncio.to_thread(process.wait), SECONDS) == 0, (tmp_path / "output").read_text()[-4000:]
     for path in (root / "hf", tmp_path / "policy" / LAST):
-        assert json.loads((path / "trained.json").read_text()) == {"steps": STEPS}
+        assert json.loads((path / "trained.json").read_text()) == {"steps": STEPS, "run": RUN}
         assert (path / "model.safetensors").is_file()
     events = [json.loads(line) for line in (root / "logs" / "launcher.log").read_text().splitlines()]
     died = [(event["died"], event["reason"]) for event in events if event["event"] == "service_died"]

@@ -15,7 +15,7 @@ from services.trainer.fsdp.model import FIELD, FsdpModel, assemble
 from services.trainer.fsdp.shards import box_of, local, shard_group, split_of, whole_shape
 from services.trainer.parallel import runtime
 from services.trainer.parallel.checkpoint import check_architecture, policy_checkpoint, weights_only
-from services.trainer.parallel.export import save_hf
+from services.trainer.parallel.export import start_export
 from services.trainer.parallel.gather_plan import GatherPlan, GatherUnit
 from services.trainer.parallel.runtime import device
 from services.trainer.trainer_settings import TrainerSettings
@@ -173,7 +173,7 @@ def to_hf(source: Path, target: Path, hf: Path | None, step: int | None, progres
         with weights_only():
             model.read_state(model.sharded_state(), path, with_random=False, exact=False)
         plan = FsdpGatherPlan(model)
-        save_hf(plan, hf, target)
+        start_export(plan, hf, target, copied=False).finish()
         nbytes = sum(unit.nbytes(model.dtype) for unit in plan.units)
         progress(nbytes, nbytes)
     finally:

@@ -28,7 +28,7 @@ from services.trainer.megatron.hf_weights import LocalParameter, parameter_of, p
 from services.trainer.megatron.lora import attach
 from services.trainer.parallel import runtime
 from services.trainer.parallel.checkpoint import FORMAT, MARKER, METADATA, check_architecture, model_entries, policy_checkpoint
-from services.trainer.parallel.export import copy_beside_weights, copy_vision, save_hf, write_json
+from services.trainer.parallel.export import copy_beside_weights, copy_vision, start_export, write_json
 from services.trainer.parallel.gather_plan import Bucket, GatherPlan, GatherUnit
 from services.trainer.parallel.joint_write import alone
 from services.trainer.parallel.runtime import deadline, device, gather_json
@@ -258,7 +258,7 @@ def to_hf(source: Path, target: Path, hf: Path | None, step: int | None, progres
     lora = Lora(adapted["rank"], adapted["alpha"], tuple(adapted["targets"])) if adapted else None
     with _skeleton(architecture, DTYPES[marker["dtype"]], lora) as model:
         _read_adapters(path, model)
-        save_hf(StoredModel(model, path, progress), hf, target, FILE_BYTES)
+        start_export(StoredModel(model, path, progress), hf, target, FILE_BYTES, copied=False).finish()
     return target
 
 

@@ -281,7 +281,7 @@ def load_checkpoint(
         CheckpointMissing: there is none (of this step). ConfigError: it is of another model, dtype or optimizer.
     """
     with deadline(f"the choice of a checkpoint in {root}"):
-        chosen = gather_json(latest_step(root) if step is None else step)[0]  # rank 0's choice
+        chosen = gather_json(max(checkpoints(root), default=None) if step is None else step)[0]  # rank 0's choice
     with together(f"finding a checkpoint in {root}"):
         path, marker = find_checkpoint(root, chosen)
     same_layout = marker.get("layout") == _layout(model)
@@ -383,11 +383,6 @@ def read_marker(path: Path) -> dict[str, Any]:
         raise ConfigError(f"{path}:format", version, f"{FORMAT}; written by another version of Myxo")
     check_checkpoint_files(path)
     return marker
-
-
-def latest_step(root: Path) -> int | None:
-    """Returns the step of the newest complete checkpoint below ``root``, or None. Needs no other rank."""
-    return max(checkpoints(root), default=None)
 
 
 def checkpoints(root: Path) -> dict[int, Path]:

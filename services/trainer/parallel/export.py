@@ -46,35 +46,23 @@ class HfFile:
     units: Sequence[GatherUnit]
 
 
-def save_hf(plan: GatherPlan, source: Path, target: Path, file_bytes: int = FILE_BYTES, steps: int | None = None) -> None:
-    """Writes a Hugging Face checkpoint directory. A collective of all ranks, each of which writes files.
+def start_export(
+    plan: GatherPlan, source: Path, target: Path, file_bytes: int = FILE_BYTES, copied: bool = True, mark: dict[str, Any] | None = None
+) -> JointWrite:
+    """Begins to write a Hugging Face checkpoint directory. A collective of all ranks, each of which writes files.
 
     ``target`` appears complete or not at all, and replaces an older one. For a model with adapters it holds the merged weights and, in
-    a directory ``adapter``, the adapters alone.
+    a directory ``adapter``, the adapters alone. What cannot be written is raised by `JointWrite.finish`.
 
     Args:
         source: the checkpoint the model was loaded from; its config, tokenizer and whatever else is not weights are copied, as are draft
             layers that are not trained. Their copies of the embedding and the output layer are the policy's.
-        file_bytes: the most bytes of a file, unless a single parameter is larger. steps: those that the weights were trained, for its mark
-            (`shared.model.final_exports`); None: it has none.
-
-    Raises:
-        SaveFailed: it could not be written, on whichever rank.
-    """
-    start_export(plan, source, target, file_bytes, copied=False, steps=steps).finish()
-
-
-def start_export(
-    plan: GatherPlan, source: Path, target: Path, file_bytes: int = FILE_BYTES, copied: bool = True, steps: int | None = None
-) -> JointWrite:
-    """Begins what `save_hf` does. A collective of all ranks.
-
-    Args:
-        copied: whether each rank copies its share to host memory, to be written while training continues. Else it is written now.
-        steps: as for `save_hf`.
+        file_bytes: the most bytes of a file, unless a single parameter is larger. copied: whether each rank copies its share to host
+            memory, to be written while training continues. Else it is written now.
+        mark: what the directory says of itself (`shared.model.final_exports`); None: nothing.
     """
     places = find_places(target.parent)
-    rank, parts = dist.get_rank(), HfParts(plan, source, target, steps)
+    rank, parts = dist.get_rank(), HfParts(plan, source, target, mark)
     with together(f"the preparation of {target}"):
         if rank == 0:
             scratch(target)
@@ -119,8 +107,8 @@ def files_of(plan: GatherPlan, file_bytes: int, places: Places) -> list[HfFile]:
 class HfParts:
     """One rank's files of a checkpoint directory that is written beside its ``target``."""
 
-    def __init__(self, plan: GatherPlan, source: Path, target: Path, steps: int | None = None) -> None:
-        self._plan, self._source, self.target, self._steps = plan, source, target, steps
+    def __init__(self, plan: GatherPlan, source: Path, target: Path, mark: dict[str, Any] | None = None) -> None:
+        self._plan, self._source, self.target, self._mark = plan, source, target, mark
         self.partial = target.with_name(f".{target.name}.partial")
         self.adapters: Bucket | None = None
         self._files: list[tuple[str, Bucket]] = []
@@ -181,8 +169,8 @@ class HfParts:
             write_json(draft / INDEX, {"metadata": {"total_size": size}, "weight_map": weight_map})
         copy_beside_weights(self._source, draft)
         write_config(draft, str(dtype).removeprefix("torch."), bool(self._drafts.names) or self._plan.model.architecture.trained_drafts > 0)
-        if self._steps is not None:
-            write_json(draft / MARK, {"steps": self._steps})
+        if self._mark is not None:
+            write_json(draft / MARK, self._mark)
         fsync_tree(draft)
         publish(draft, self.target)
 

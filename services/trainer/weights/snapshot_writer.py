@@ -309,10 +309,9 @@ class SnapshotWriter:
 
     def _write_beside(self, directory: Path) -> None:
         copy_beside_weights(self._actor.hf_dir, directory)
-        found = self._actor.quantization
+        found, architecture = self._actor.quantization, self._actor.model.architecture
         dtype = self._weights.update_weight_dtype or self._actor.settings.trainer.train_dtype
-        drafts = self._actor.model.architecture.trained_drafts > 0
-        write_config(directory, dtype, drafts, None if found is None else found.entry)
+        write_config(directory, dtype, architecture.trained_drafts > 0, None if found is None else found.entry)
 
     def _finish(self, written: WeightCheckpoint, seconds: float) -> WeightsSnapshot:
         client = self._client

@@ -11,6 +11,8 @@ import pytest
 from myxo.commands.evaluate import _figures, chosen_version, evaluating, versions_on_disk
 from myxo.commands.export_run import config_of
 from myxo.main import main
+from myxo.preflight.inspection import Inspection
+from myxo.preflight.machine_checks import check_directories
 from myxo.run import config_toml
 from myxo.run.run_directory import RunDirectory
 from shared.config import flags
@@ -35,6 +37,13 @@ def stored(directory: Path, *steps: int, sft: bool = False, **weights: Any) -> R
     return config
 
 
+def exported(path: Path, steps: int) -> Path:
+    path.mkdir(parents=True, exist_ok=True)
+    (path / "config.json").write_text("{}")
+    (path / "trained.json").write_text(json.dumps({"steps": steps}))
+    return path
+
+
 def found(config: RunConfig) -> dict[int, str]:
     return {version: item.what.split()[1] for version, item in versions_on_disk(config).items()}
 
@@ -42,19 +51,19 @@ def found(config: RunConfig) -> dict[int, str]:
 def test_versions_come_from_the_model_checkpoints_and_exports(tmp_path: Path) -> None:
     config = stored(tmp_path, 0, 2, 4)
     assert found(config) == {0: "initial", 2: "checkpoint", 4: "checkpoint"}
-    (tmp_path / "exports" / "1").mkdir(parents=True)
-    (tmp_path / "exports" / "1" / "config.json").write_text("{}")
+    first = exported(tmp_path / "exports" / "1", 2)
     (config.trained / "hf").mkdir()
     assert found(config) == {0: "initial", 2: "export", 4: "checkpoint"}, "an export that is not complete is none"
-    (config.trained / "hf" / "config.json").write_text("{}")
+    exported(config.trained / "hf", 4)
     assert found(config)[4] == "export"
-    assert chosen_version(config, None).version == 4 and chosen_version(config, 2).make(tmp_path) == tmp_path / "exports" / "1"
+    assert chosen_version(config, None).version == 4 and chosen_version(config, 2).make(tmp_path) == first
+    (first / "trained.json").write_text('{"steps": 2, "run": "other"}')
+    assert found(config)[2] == "checkpoint", "another run's is none"
 
 
 def test_snapshots_of_quantized_weights_are_what_engines_had(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(WeightCheckpoints, "readable", lambda self: [SimpleNamespace(version=2, path=self.path_of(2))])
-    (tmp_path / "exports" / "1").mkdir(parents=True)
-    (tmp_path / "exports" / "1" / "config.json").write_text("{}")
+    exported(tmp_path / "exports" / "1", 2)
     plain = stored(tmp_path, 0, 2, 4)
     fewer = plain.with_fields(rollout={"rollout_precision": "int4"})
     assert found(plain)[2] == "export" and found(fewer) == {0: "initial", 2: "snapshot", 4: "checkpoint"}
@@ -65,17 +74,29 @@ def test_an_export_is_the_version_that_its_mark_tells(tmp_path: Path) -> None:
     config = stored(tmp_path)
     config = config.model_copy(update={"trainer": config.trainer.model_copy(update={"save_hf": tmp_path / "one"})})
     for path, steps in ((config.trained / "hf", 2), (tmp_path / "one", 3)):  # the run ended at 2, continued, and stopped at 3 of 4
-        path.mkdir(parents=True)
-        (path / "config.json").write_text("{}")
-        (path / "trained.json").write_text(f'{{"steps": {steps}}}')
+        exported(path, steps)
     assert {version: item.make(tmp_path).name for version, item in versions_on_disk(config).items() if version} == {2: "hf", 3: "one"}
 
 
 def test_an_export_of_a_life_before_is_none(tmp_path: Path) -> None:
-    (tmp_path / "exports" / "3").mkdir(parents=True)
-    (tmp_path / "exports" / "3" / "config.json").write_text("{}")
+    exported(tmp_path / "exports" / "3", 4)
     assert found(stored(tmp_path)) == {0: "initial", 4: "export"}
     assert found(stored(tmp_path, 0, 2)) == {0: "initial", 2: "checkpoint"}, "--fresh leaves what save_hf wrote"
+
+
+def test_a_place_where_something_else_lies_is_named_before_the_start(tmp_path: Path) -> None:
+    config = stored(tmp_path, 0, 2).with_fields(trainer={"save_interval": 2})
+    (exported(tmp_path / "exports" / "1", 2) / "trained.json").write_text('{"run": "other", "steps": 2}')  # of a step that is past
+    (exported(tmp_path / "exports" / "2", 3) / "trained.json").unlink()  # of one without an export
+    last = exported(tmp_path / "exports" / "3", 4)
+    assert list(check_directories(Inspection(config))) == [], "it is this run's own"
+    [problem] = check_directories(Inspection(config, fresh=True))
+    assert str(problem).startswith(f"trainer.save_hf = '{tmp_path / 'exports' / '1'}'")
+    (last / "trained.json").unlink()
+    [problem] = check_directories(Inspection(config))
+    assert str(problem).startswith(f"trainer.save_hf = '{last}'")
+    [problem] = check_directories(Inspection(config.with_fields(trainer={"save_hf": tmp_path})))
+    assert str(config.trained) in str(problem), "its first export would remove the run"
 
 
 def test_figures_stand_at_the_steps_of_the_version(tmp_path: Path) -> None:

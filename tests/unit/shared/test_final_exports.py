@@ -3,14 +3,13 @@
 import json
 from pathlib import Path
 
-from shared.model.final_exports import MARK, exported_steps, final_exports, missing_exports
+from shared.model.final_exports import MARK, exported_steps, final_exports, missing_exports, occupant, retire_exports
 from tests.support.run_config import run_config
 
 
-def written(path: Path, steps: int | None) -> None:
+def written(path: Path, steps: int, **mark: str) -> None:
     path.mkdir(parents=True, exist_ok=True)
-    if steps is not None:
-        (path / MARK).write_text(json.dumps({"steps": steps}))
+    (path / MARK).write_text(json.dumps({"steps": steps, **mark}))
 
 
 def test_the_final_policy_goes_where_the_config_says(tmp_path: Path) -> None:
@@ -30,6 +29,40 @@ def test_an_export_of_an_earlier_end_is_not_the_one_that_is_missing(tmp_path: Pa
     written(path, 6)
     assert missing_exports(config) == []
     (path / MARK).write_text("{")
-    assert exported_steps(path, 6) is None
+    assert missing_exports(config) == [path]
     (path / MARK).unlink()
-    assert exported_steps(path, 6) == 6, "a release that marked none wrote it"
+    assert missing_exports(config) == [path], "whatever it is"
+
+
+def test_an_export_of_another_run_or_of_a_life_before_counts_for_nothing(tmp_path: Path) -> None:
+    config = run_config(tmp_path, rollout={"num_rollout": 6}, trainer={"save_hf": str(tmp_path / "{rollout_id}"), "save_interval": 2})
+    last = tmp_path / "5"
+    for mark, steps in ({}, 6), ({"run": config.run.name}, 6), ({"run": "other"}, None):  # earlier releases told no run
+        written(last, 6, **mark)
+        assert exported_steps(config, last) == steps
+    written(last, 6, run=config.run.name)
+    written(tmp_path / "3", 4, run="other")
+    for steps in (2, 4, 5):
+        retire_exports(config, steps)
+    assert exported_steps(config, last) == 6 and json.loads((tmp_path / "3" / MARK).read_text())["steps"] == 4
+    written(config.trained / "hf", 6)
+    retire_exports(config, 6)  # as the checkpoint of six steps is made anew
+    assert missing_exports(config) == [config.trained / "hf", last]
+    assert not occupant(config, last), "it may be replaced all the same"
+
+
+def test_an_export_replaces_nothing_but_exports_of_its_run(tmp_path: Path) -> None:
+    config = run_config(tmp_path, trainer={"save": str(tmp_path / "saved" / "here")})
+    for path in (tmp_path, tmp_path / "saved", config.trained, config.run.root, config.model.hf_checkpoint):
+        assert occupant(config, path), "what the run itself needs"
+    place = tmp_path / "place"
+    assert not occupant(config, place)
+    place.mkdir()
+    assert not occupant(config, place)
+    (place / "notes.txt").touch()
+    assert occupant(config, place)
+    for mark, kept in ({}, False), ({"run": config.run.name}, False), ({"run": "other"}, True):
+        written(place, 4, **mark)
+        assert bool(occupant(config, place)) == kept
+    (tmp_path / "file").touch()
+    assert occupant(config, tmp_path / "file")

@@ -13,7 +13,7 @@ import torch
 
 from services.trainer.objective.loss import ValueLoss
 from services.trainer.parallel import checkpoint
-from services.trainer.parallel.checkpoint import CheckpointMissing, latest_step
+from services.trainer.parallel.checkpoint import CheckpointMissing, checkpoints
 from services.trainer.parallel.joint_write import SaveFailed
 from shared.runtime.errors import ConfigError
 from tests.support.small_disk import small_disk
@@ -107,7 +107,7 @@ def test_a_checkpoint_that_cannot_be_published_is_raised_with_its_cause(make_act
         with pytest.raises(SaveFailed, match=r"step_00000002 could not be published.*Input/output error") as error:
             actor.finish_save()
     assert isinstance(error.value.__cause__, OSError)
-    assert latest_step(tmp_path) == 1
+    assert max(checkpoints(tmp_path)) == 1
     actor.save_checkpoint(tmp_path, 3, keep=1, wait=False)
     assert actor.finish_save() == tmp_path / "step_00000003"
     assert [path.name for path in tmp_path.iterdir()] == ["step_00000003"]
@@ -127,11 +127,11 @@ def test_a_full_disk_costs_a_checkpoint_and_leaves_the_one_before_it_whole(make_
             actor.save_checkpoint(root, 2, {"at": 2}, wait=wait)
             actor.finish_save()
         assert [path.name for path in root.iterdir()] == ["step_00000001"], "nothing half-written is left to take the room"
-        assert latest_step(root) == 1
+        assert max(checkpoints(root)) == 1
         assert make_actor("qwen3").load_checkpoint(root) == {"at": 1}
         disk.clear()
         actor.save_checkpoint(root, 2, {"at": 2})
-        assert latest_step(root) == 2
+        assert max(checkpoints(root)) == 2
 
 
 def test_resetting_the_optimizer_loads_the_weights_only(make_actor, tmp_path):
@@ -255,11 +255,11 @@ def test_a_checkpoint_goes_on_at_its_position_with_the_configured_rate(make_acto
 
 def test_the_newest_checkpoint_is_loaded_and_old_ones_go(make_actor, tmp_path):
     actor = make_actor("qwen3")
-    assert latest_step(tmp_path) is None and latest_step(tmp_path / "nowhere") is None
+    assert not checkpoints(tmp_path) and not checkpoints(tmp_path / "nowhere")
     for step in (9, 10, 11, 12):
         actor.save_checkpoint(tmp_path, step, {"at": step}, keep=2)
     assert sorted(p.name for p in tmp_path.iterdir()) == ["step_00000011", "step_00000012"]
-    assert latest_step(tmp_path) == 12
+    assert max(checkpoints(tmp_path)) == 12
     assert actor.load_checkpoint(tmp_path) == {"at": 12}
     assert actor.load_checkpoint(tmp_path, step=11) == {"at": 11}
     actor.save_checkpoint(tmp_path, 11, {"at": "again"})
@@ -281,7 +281,7 @@ def test_a_kill_while_saving_leaves_the_older_checkpoint(point, hf, fresh_world,
     with pytest.raises(RankFailed, match="exit code -9"):
         fresh_world(1).run(rank_steps.save_and_die, hf("qwen3"), tmp_path, point)
     assert len(list(tmp_path.iterdir())) == 2  # the older one, and what the dead writer left
-    assert latest_step(tmp_path) == 1
+    assert max(checkpoints(tmp_path)) == 1
     actor = make_actor("qwen3")
     assert actor.load_checkpoint(tmp_path) == {"from": "before"}
     actor.save_checkpoint(tmp_path, 2, {"from": "after"})
@@ -295,7 +295,7 @@ def test_a_directory_without_its_marker_does_not_count(make_actor, tmp_path):
     actor.save_checkpoint(tmp_path, 1)
     path = actor.save_checkpoint(tmp_path, 2)
     os.remove(path / "checkpoint.json")
-    assert latest_step(tmp_path) == 1
+    assert max(checkpoints(tmp_path)) == 1
 
 
 def test_another_architecture_is_refused_with_names_and_numbers(make_actor, hf, tmp_path):

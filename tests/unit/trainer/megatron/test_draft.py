@@ -193,7 +193,7 @@ def test_exports_have_the_draft_layers_trained_or_not(drafted, tmp_path):
         found = saved(target)
         assert found.keys() == before.keys() and all(torch.equal(found[name], tensor) for name, tensor in before.items())
         rank_steps.steps(model, 1)
-        model.start_export(target).finish()
+        model.save_hf(target, wait=False).finish()
         found, weights = saved(target), rank_steps.exported(model)
         for name, copied in COPIES.items():
             weights[name] = weights[copied]

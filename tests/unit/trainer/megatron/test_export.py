@@ -12,6 +12,7 @@ from safetensors.torch import load_file
 from services.trainer.megatron.hf_conversion import MegatronGatherPlan
 from services.trainer.parallel import export
 from services.trainer.policy_exporter import PolicyExporter
+from shared.model.final_exports import MARK
 from tests.support.run_config import run_config
 from tests.support.tables import table
 from tests.unit.trainer.megatron import rank_steps, save_steps
@@ -112,7 +113,7 @@ def test_saving_replaces_an_older_model_and_states_the_dtype(hf, make_actor, tmp
 
 
 def test_a_large_model_is_saved_in_several_files(hf, make_actor, tmp_path):
-    export.save_hf(MegatronGatherPlan(make_actor("qwen3").model), hf("qwen3"), tmp_path / "out", file_bytes=20_000)
+    export.start_export(MegatronGatherPlan(make_actor("qwen3").model), hf("qwen3"), tmp_path / "out", 20_000, copied=False).finish()
     index = json.loads((tmp_path / "out" / "model.safetensors.index.json").read_text())
     loaded = load_file(hf("qwen3") / "model.safetensors")
     assert index["weight_map"].keys() == loaded.keys()
@@ -190,14 +191,14 @@ def test_exports_have_an_interval_of_their_own(make_actor, tmp_path):
 def test_an_interval_that_no_checkpoint_ends_at_is_exported_with_the_next_checkpoint(make_actor, tmp_path):
     exports = exporter(make_actor("qwen3"), tmp_path, async_save=False, save_hf_interval=5)
     for steps in (2, 4, 6, 8, 10, 12):
-        exports.write_missing(steps)  # as after a restart
         exports.begin(steps)
+        exports.begin(steps)  # as after a restart
     assert sorted(int(path.name) for path in (tmp_path / "policy").iterdir()) == [3, 5, 9], "that of 4 steps is the run's last"
 
 
 def test_a_copied_export_is_the_same_as_one_that_is_written_at_once(hf, make_actor, tmp_path):
     plan = MegatronGatherPlan(make_actor("qwen3").model)
-    export.save_hf(plan, hf("qwen3"), tmp_path / "at-once", file_bytes=20_000)
+    export.start_export(plan, hf("qwen3"), tmp_path / "at-once", file_bytes=20_000, copied=False).finish()
     export.start_export(plan, hf("qwen3"), tmp_path / "deep" / "copied", file_bytes=20_000).finish()
     once, copied = (
         {path.name: path.read_bytes() for path in directory.iterdir()} for directory in (tmp_path / "at-once", tmp_path / "deep" / "copied")
@@ -207,14 +208,29 @@ def test_a_copied_export_is_the_same_as_one_that_is_written_at_once(hf, make_act
 
 def test_what_a_predecessor_did_not_get_to_write_is_made_up_for(make_actor, tmp_path):
     exports = exporter(make_actor("qwen3"), tmp_path, async_save=False)
-    exports.write_missing(0)
-    exports.write_missing(3)  # no step of the interval
+    exports.begin(0)
+    exports.begin(3)  # no step of the interval
     assert not (tmp_path / "policy").exists()
-    exports.write_missing(2)
+    exports.begin(2)
     assert (tmp_path / "policy" / "1" / "model.safetensors").is_file()
     (tmp_path / "policy" / "1" / "mark").touch()
-    exports.write_missing(2)
+    exports.begin(2)
     assert (tmp_path / "policy" / "1" / "mark").exists()  # it is there: it is not written again
+
+
+def test_an_export_replaces_what_an_earlier_life_made_and_nothing_that_is_not_the_runs(make_actor, tmp_path, capsys):
+    exports, place = exporter(make_actor("qwen3"), tmp_path, async_save=False), tmp_path / "policy" / "1"
+    exports.begin(2)
+    assert json.loads((place / MARK).read_text()) == {"steps": 2, "run": "test"}
+    (place / MARK).write_text('{"steps": 3}')
+    exports.begin(2)
+    assert json.loads((place / MARK).read_text())["steps"] == 2
+    (place / MARK).write_text('{"steps": 2, "run": "other"}')
+    (place / "own").touch()
+    exports.begin(2)
+    assert (place / "own").exists() and "policy_not_exported" in capsys.readouterr().out
+    exports.begin(4)
+    assert (tmp_path / "policy" / "3" / MARK).is_file(), "the next one is tried"
 
 
 def test_a_disk_that_fails_is_told_of_and_training_goes_on(make_actor, tmp_path, capsys):

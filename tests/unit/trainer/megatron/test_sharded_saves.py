@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch.distributed.checkpoint import FileSystemReader
 
-from services.trainer.parallel.checkpoint import CheckpointElsewhere, latest_step
+from services.trainer.parallel.checkpoint import CheckpointElsewhere, checkpoints
 from services.trainer.parallel.joint_write import Places
 from tests.unit.trainer.megatron import rank_steps, save_steps
 from tests.unit.trainer.megatron.test_checkpoint import TP2_SP, assert_exact
@@ -35,7 +35,7 @@ def test_a_kill_at_any_moment_of_a_save_leaves_a_whole_checkpoint(seed, hf, unki
     moment = draw.randint(1, moments[victim])
     with pytest.raises(RankFailed):
         fresh_world(2).run(save_steps.save_twice, hf("qwen3_tied"), tmp_path, victim, moment)
-    step = latest_step(tmp_path)
+    step = max(checkpoints(tmp_path))
     assert step in (1, 2), f"rank {victim} was killed at moment {moment} of {moments[victim]}"
     again = alone.actor(hf("qwen3_tied"))
     assert again.load_checkpoint(tmp_path) == {"at": step}
@@ -68,7 +68,7 @@ def test_each_node_keeps_the_files_of_its_ranks(kind, config, hf, four_ranks, al
         assert text.startswith("CheckpointElsewhere: ") and "ranks [2, 3] on" in text and "another layout" in text
     for text in four_ranks.run(save_steps.refused_load, hf(kind), config, tmp_path, 4):  # node 1's ranks are now on node 0
         assert text.startswith("CheckpointElsewhere: ") and "for rank 2" in text and "was on another node" in text
-    assert latest_step(tmp_path / "node0") == 2
+    assert max(checkpoints(tmp_path / "node0")) == 2
     with pytest.raises(CheckpointElsewhere, match=r"ranks \[2, 3\]"):
         alone.actor(hf(kind), **others).load_checkpoint(tmp_path / "node0")
     for path in (tmp_path / "node1" / step).glob("*.distcp"):
