@@ -148,7 +148,7 @@ def check_directories(inspection: Inspection) -> Findings:
     for path in [root / name for name in STATE if (root / name).exists()] if os.access(root, os.W_OK) else []:
         if not os.access(path, os.W_OK):
             yield ConfigError("run.dir", str(path), f"{_owned(path)}; make it yours (chown), or give another run.name")
-    for steps in range(done + 1, 0 if config.debug.debug_rollout_only else config.rollout.num_rollout + 1):
+    for steps in range(done + 1, config.rollout.num_rollout + 1):
         if (export := export_target(config, steps)) is not None and (what := occupant(config, export)):
             expected = f"a directory for exports alone, with {{rollout_id}} for the step: one would replace {what} there"
             yield ConfigError("trainer.save_hf", str(export), expected)

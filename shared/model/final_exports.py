@@ -48,7 +48,8 @@ def export_target(config: RunConfig, steps: int) -> Path | None:
     trainer, total, per_epoch = config.trainer, config.rollout.num_rollout, config.rollout.num_rollout_per_epoch
     before, interval = newest_due(steps - 1, trainer.save_interval, per_epoch), trainer.save_hf_interval  # before: the last checkpoint
     due = is_periodic(steps, trainer.save_interval, per_epoch) and (interval is None or crossed(before, steps, interval))
-    return export_directory(trainer.save_hf, steps) if trainer.save_hf and steps and (due or steps == total) else None
+    due = (due or steps == total) and steps > 0 and not config.debug.debug_rollout_only
+    return export_directory(trainer.save_hf, steps) if trainer.save_hf is not None and due else None
 
 
 def exported_steps(config: RunConfig, directory: Path) -> int | None:
