@@ -10,7 +10,7 @@ from pathlib import Path
 from services.gateway.chat_tokens import ChatTokens
 from services.gateway.ingest import GroupIntake, add_ingest_routes
 from services.gateway.replicas import GenerationClient, Replicas
-from services.gateway.routes import Api
+from services.gateway.routes import ALL, Api
 from services.gateway.tinker import tinker_service
 from services.gateway.turn_pictures import TurnPictures
 from services.gateway.turns import Turns, UnrecordedSessions
@@ -109,7 +109,7 @@ def gateway_url(address: str) -> str:
 
 async def _count(service: Service, api: Api) -> None:
     while True:
-        service.metrics.set("gateway_requests_in_hand", api.in_hand)
+        service.metrics.set("gateway_requests_in_hand", api.counts[ALL])
         service.metrics.set("gateway_generations", api.replicas.running)
         service.metrics.set("gateway_sessions_resident", api.replicas.residents)
         service.metrics.set("gateway_turns_waiting", api.replicas.waiting)

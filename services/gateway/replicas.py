@@ -24,7 +24,7 @@ from shared.bus.registry import ASLEEP, MODEL, Registry
 from shared.formats.request import TurnRefused
 from shared.runtime.errors import BadMessage, MyxoError
 from shared.schema.service_messages import ServiceStatus
-from shared.service.engine_load_balancer import FailedReplicas
+from shared.service.engine_load_balancer import FailedReplicas, probed_connector
 from shared.sessions.session import (
     CONTENT_TYPE,
     CONTEXT_GAUGE,
@@ -380,7 +380,7 @@ class GenerationClient:
 
     def __init__(self, sessions: SessionStore) -> None:
         self._sessions, self._key = sessions, ""
-        self._http = aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0), auto_decompress=False)
+        self._http = aiohttp.ClientSession(connector=probed_connector(), auto_decompress=False)
 
     async def close(self) -> None:
         await self._http.close()

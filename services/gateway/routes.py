@@ -205,6 +205,7 @@ declare_metrics("""
 """)
 
 BODY_BYTES = 32 << 20  # The largest body of a request
+ALL = ""  # Counts the requests in hand of all sessions
 SESSION_REQUESTS = 64  # The most requests of one session that are read or answered at once
 GONE_SECONDS = 0.5  # The interval at which is seen whether a client is still there
 RETRY_AFTER_S = 1.0
@@ -227,7 +228,7 @@ class _TurnRewardFields(RequestFields):
 @dataclass
 class Api:
     """The state that the routes share. ``names``: those that requests may give the model; ``*``: any. ``frozen``: the turns of the run's
-    frozen models by name, which are not recorded. ``most``: requests in hand at once. ``of_session``: how many of each session are being
+    frozen models by name, which are not recorded. ``most``: requests in hand at once. ``counts``: how many of each session are being
     read or answered. ``reward_key``: by a group's id, the name of the reward that counts."""
 
     sessions: SessionStore
@@ -238,8 +239,7 @@ class Api:
     names: frozenset[str]
     most: int
     started: int = field(default_factory=lambda: int(time.time()))
-    in_hand: int = 0
-    of_session: Counter[str] = field(default_factory=Counter)
+    counts: Counter[str] = field(default_factory=Counter)
     frozen: Mapping[str, Turns] = field(default_factory=dict)
     reward_key: Callable[[str], str | None] = lambda _: None
 
@@ -283,15 +283,10 @@ class Api:
             self.metrics.add("gateway_requests")
             try:
                 log = await self._log(request)
-                with _counted(self.of_session, log.session.id, SESSION_REQUESTS, "of this session are in hand"):
+                with _counted(self.counts, log.session.id, SESSION_REQUESTS, "of this session are in hand"):
                     body = await bounded_body(request, BODY_BYTES)
-                    if self.in_hand >= self.most:
-                        raise _no_room(self.most, "are in hand")
-                    self.in_hand += 1
-                    try:
+                    with _counted(self.counts, ALL, self.most, "are in hand"):
                         return await route(request, log, body)
-                    finally:
-                        self.in_hand -= 1
             except TurnRefused as error:
                 return self._refusal(error, house)
             except SessionOver as error:
@@ -348,16 +343,14 @@ class Api:
     async def _kept(self, session: str, answers: list[StreamedAnswer]) -> AsyncIterator[bytes]:
         """Yields the answers' events; ends the turns where their client is gone, so that the engine samples for no one."""
         turns = [answer.turn for answer in answers]
-        self.in_hand += 1
         try:
-            with _counted(self.of_session, session, math.inf, ""):
+            with _counted(self.counts, session, math.inf, ""), _counted(self.counts, ALL, math.inf, ""):
                 async with aclosing(_merged([answer.events() for answer in answers])) as merged:
                     async for events in merged:
                         yield events
                 if all(answer.ended for answer in answers):
                     yield answers[0].events_of(answers[0].start).close([turn.result() for turn in turns])
         finally:
-            self.in_hand -= 1
             if not all(turn.done() for turn in turns):
                 self.metrics.add("gateway_clients_gone")
             await cancelled(turns)
@@ -486,7 +479,7 @@ async def _merged(streams: Sequence[AsyncIterator[bytes]]) -> AsyncGenerator[byt
 def _counted(counts: Counter[str], session: str, most: float, what: str) -> Iterator[None]:
     """Counts a request to its session while the body runs. Raises TurnRefused where the session has ``most`` already."""
     if counts[session] >= most:
-        raise _no_room(most, what)
+        raise TurnRefused(429, f"{most} requests {what}", code="no_room", retry_after_s=RETRY_AFTER_S)
     counts[session] += 1
     try:
         yield
@@ -494,10 +487,6 @@ def _counted(counts: Counter[str], session: str, most: float, what: str) -> Iter
         counts[session] -= 1
         if not counts[session]:
             del counts[session]
-
-
-def _no_room(most: float, what: str) -> TurnRefused:
-    return TurnRefused(429, f"{most} requests {what}", code="no_room", retry_after_s=RETRY_AFTER_S)
 
 
 def _answered(answer: dict[str, Any], headers: dict[str, str]) -> Response:

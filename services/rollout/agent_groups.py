@@ -40,6 +40,7 @@ from shared.schema.ledger import is_evaluation
 from shared.schema.message import MAX_SAMPLES
 from shared.schema.messages import Task
 from shared.schema.sample import Sample, turns_of
+from shared.service.engine_load_balancer import probed_connector
 from shared.service.service_base import Service
 from shared.sessions.session import Session, SessionEnded, SessionLog, Trajectory, new_key, trajectories
 from shared.sessions.session_store import SessionStore
@@ -325,7 +326,7 @@ class CallSession:
         wanted |= {own: drawn[name] for name, own in PASSED_ON.items() if name in asked.sampling[0].model_fields_set}
         body = orjson.dumps({"token_ids": asked.input_ids, "sampling_params": wanted})
         headers = {"Authorization": f"Bearer {self._key}", "X-Request-Id": uuid.uuid4().hex, "Content-Type": "application/json"}
-        async with aiohttp.ClientSession(headers=headers) as client:
+        async with aiohttp.ClientSession(connector=probed_connector(), headers=headers) as client:
             while (left := self._session.deadline - time.time()) > 0:
                 url = (await self._groups.gateways.base_url()).removesuffix("/v1") + "/inference/v1/generate"
                 with contextlib.suppress(aiohttp.ClientError, TimeoutError):  # it died: the same request continues at another

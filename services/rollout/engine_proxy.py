@@ -278,9 +278,7 @@ class EngineProxy(EndpointServer):
         wanted, end = request.headers.get(VERSION_HEADER, ""), asyncio.get_running_loop().time() + self._wait_s
         body = orjson.loads(await body_of(request, most=KEYED_BYTES))
         client = await self._serving()
-        while str(client.version) != wanted and wanted.isdecimal() and client.version < int(wanted):
-            if asyncio.get_running_loop().time() > end:
-                break
+        while wanted.isdecimal() and client.version < int(wanted) and asyncio.get_running_loop().time() <= end:
             await asyncio.sleep(POLL_INTERVAL_S)  # its part of that push is about to end
             client = await self._serving()
         life, cache_key, sent = self._served.incarnation, client.cache_key, False

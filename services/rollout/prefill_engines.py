@@ -29,7 +29,7 @@ from shared.bus.connection import TRANSIENT
 from shared.runtime.errors import MyxoError
 from shared.runtime.tasks import cancelled
 from shared.runtime.telemetry import declare_metrics
-from shared.service.engine_load_balancer import GENERATION_PATHS, LOOK_SECONDS, SPARE_SECONDS
+from shared.service.engine_load_balancer import GENERATION_PATHS, LOOK_SECONDS, SPARE_SECONDS, probed_connector
 from shared.service.service_base import Service
 from shared.sessions.session import KEY_HEADER
 
@@ -60,7 +60,7 @@ class PrefillEngines:
         """Follows the registry until cancelled; where it cannot be read, what it said last stands."""
         config = self._service.config
         timeout = aiohttp.ClientTimeout(total=config.rollout.generate_timeout + config.weights.push_timeout + SPARE_SECONDS)
-        async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0), timeout=timeout) as self.session:
+        async with aiohttp.ClientSession(connector=probed_connector(), timeout=timeout) as self.session:
             while True:
                 with contextlib.suppress(MyxoError, *TRANSIENT):
                     alive = await self._service.registry.alive(self._service.name)

@@ -10,6 +10,7 @@ import asyncio
 import contextlib
 import json
 import os
+import socket
 import time
 from collections import Counter
 from collections.abc import AsyncIterator, Callable
@@ -47,6 +48,19 @@ class RequestDenied(Exception):
     def __init__(self, status: HTTPStatus, reason: str) -> None:
         self.status, self.reason = status, reason
         super().__init__(reason)
+
+
+def probed_connector() -> aiohttp.TCPConnector:
+    """Returns a client's connections, which break within half a minute where the other machine is gone: of that no word comes."""
+    return aiohttp.TCPConnector(limit=0, socket_factory=_probed)
+
+
+def _probed(address: aiohttp.AddrInfoType) -> socket.socket:
+    made = socket.socket(*address[:3])
+    made.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for option, value in ((socket.TCP_KEEPIDLE, 10), (socket.TCP_KEEPINTVL, 5), (socket.TCP_USER_TIMEOUT, 30_000)):
+        made.setsockopt(socket.IPPROTO_TCP, option, value)
+    return made
 
 
 RAW: dict[str, Any] = {"handler_cancellation": True, "access_log": None, "auto_decompress": False}
@@ -156,7 +170,7 @@ class EngineSpread(EndpointServer):
         if self._replica is not None:
             await self._replica.open_proxy()
         if self._session is None:  # the proxies bound what is in hand; a request here is one of a function's of this machine
-            self._session = aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0), auto_decompress=False)
+            self._session = aiohttp.ClientSession(connector=probed_connector(), auto_decompress=False)
         await super().open(host)
 
     async def close(self) -> None:
@@ -169,11 +183,10 @@ class EngineSpread(EndpointServer):
     async def look(self) -> None:
         """Reads the registry; where it cannot be read, what it said last stands."""
         with contextlib.suppress(MyxoError, *TRANSIENT):
-            if self._model:
-                others = [one for one in await self._service.registry.alive(MODEL) if one.model == self._model]
-            else:
-                others = [one for one in await self._service.registry.alive("rollout") if one.instance != self._service.instance]
-                others = [one for one in others if bool(one.gauges.get(EVAL_GAUGE, 0)) == self._fleet]
+            others, own = await self._service.registry.alive(MODEL if self._model else "rollout"), self._service.instance
+            others = [one for one in others if one.model == self._model]
+            if not self._model:
+                others = [one for one in others if one.instance != own and bool(one.gauges.get(EVAL_GAUGE, 0)) == self._fleet]
             there = [one for one in others if one.engine and one.state == "ready" and one.version >= self.least]
             self._others = [one for one in there if one.host == self._service.host or f"//{LOOPBACK}:" not in one.engine]
 

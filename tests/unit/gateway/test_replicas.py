@@ -1,6 +1,7 @@
 """Which replica draws, and how many draws it has at once."""
 
 import asyncio
+import socket
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -13,7 +14,17 @@ import numpy as np
 import pytest
 from aiohttp import web
 
-from services.gateway.replicas import BACKED_OFF, FEWEST, GenerationLimit, GenerationTarget, Replicas, Resident, choose, targets
+from services.gateway.replicas import (
+    BACKED_OFF,
+    FEWEST,
+    GenerationClient,
+    GenerationLimit,
+    GenerationTarget,
+    Replicas,
+    Resident,
+    choose,
+    targets,
+)
 from services.gateway.turns import LiveTurn, Turns, UnrecordedSessions
 from shared.config.service_sections import GatewaySection
 from shared.formats.request import TokenTurn, TurnRefused
@@ -118,6 +129,24 @@ async def test_the_time_for_which_replicas_sleep_takes_nothing_from_the_wait_for
     replicas.asleep = False
     async with asyncio.timeout(60):
         await waiting
+
+
+async def test_a_machine_that_is_gone_breaks_the_connections_to_it() -> None:
+    """It ends none itself, as the end of a process does: its turns would wait for all of their time."""
+    client = GenerationClient(Mock())
+    async with (
+        http_server(lambda _asked, _number: web.Response(body=bytes(8 << 20))) as server,
+        client._http.post(server.url, json={}) as answer,
+    ):
+        assert answer.connection is not None and answer.connection.transport is not None
+        used = answer.connection.transport.get_extra_info("socket")
+        assert used.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE)
+        assert (
+            0
+            < used.getsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE)
+            < 1e-3 * used.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT)
+        )
+    await client.close()
 
 
 def generated(tokens: list[int], finish: Any) -> TurnGeneration:
