@@ -269,11 +269,10 @@ class Api:
         """Answers for paths and methods that are not served, and for errors of this gateway's own, which the server logs."""
         status = error.status_code if isinstance(error, HTTPException) else 500
         house: House = "anthropic" if request.url.path.startswith("/v1/messages") else "openai"
+        refused = TurnRefused(404 if status == HTTPStatus.NOT_FOUND else 405, f"{request.method} {request.url.path[:200]} is not served")
         if status == HTTPStatus.INTERNAL_SERVER_ERROR:
-            return self._refusal(TurnRefused(500, "the gateway failed", code="internal_error"), house)
-        return self._refusal(
-            TurnRefused(404 if status == HTTPStatus.NOT_FOUND else 405, f"{request.method} {request.url.path[:200]} is not served"), house
-        )
+            refused = TurnRefused(500, "the gateway failed", code="internal_error")
+        return self._refusal(refused, house)
 
     def _refusing(self, house: House, route: Route) -> Callable[[Request], Awaitable[Response]]:
         """Returns a route that answers refusals in the format of its API, and has a bounded number of requests in progress: of each
