@@ -16,7 +16,7 @@ from typing import TypeVar
 
 from services.buffer import policy
 from services.buffer.buffer_config import BufferConfig
-from services.buffer.evaluation_logger import EvaluationLogger, evaluations_after, log_evaluation, show_evaluations
+from services.buffer.evaluation_logger import EvaluationLogger, log_evaluation, show_evaluations
 from services.buffer.group_spans import GroupSpans
 from services.buffer.ledger_writer import BadRecord, LedgerWriter
 from services.buffer.outcome_consumer import OutcomeConsumer
@@ -281,7 +281,10 @@ class Buffer:
         """Reads the state from the ledger, and repeats actions that a killed predecessor may have missed: tasks, freeing, the run's end."""
         self._state, released = await self._ledger.recover()
         state = self._state
-        await check_data(self._service, self._prompts.fingerprints, begun=bool(state.admitted or state.evaluations or state.evaluated))
+        begun, now = bool(state.admitted or state.evaluations or state.evaluated), time.time()
+        # of a changed file: what a stopped replica hands on continues the prompt that the group's number stood for
+        anew = [] if self._prompts.drawn else [policy.requeue(group, "changed data", now) for group in state.outstanding]
+        await check_data(self._service, self._prompts.fingerprints, partial(self._record, anew), begun=begun)
         self._keeper.take(perhaps_not_kept(state, self._recent, time.time()))
         self._keeper.release(reversed(released))  # what was let go last is likeliest to be there
         show_evaluations(self._service, state.evaluated.values())
@@ -431,16 +434,15 @@ class Buffer:
                 await asyncio.wait_for(news.wait(), POLL_INTERVAL_S)
 
     async def _on_evaluations(self, request: EvaluationsRequest) -> Message:
-        return evaluations_after(request, self._state.evaluated, self._eval_log)
+        return self._eval_log.after(request, self._state.evaluated)
 
     # --- status and gauges
 
     def _awaited(self) -> str:
         if self._filter is not None and self._filter.choice is not None:
             return f"the choice of {FIELD}"
-        config, queued = self._config.data, self._tasks.queued
-        slow = f"prompts of data.data_source ({config.data_source}): {queued} groups have none yet"
-        source = slow if self._prompts.drawn and queued else ""
+        queued = self._tasks.queued if self._prompts.drawn else 0
+        source = f"prompts of data.data_source ({self._config.data.data_source}): {queued} groups have none yet" if queued else ""
         return awaited(self._state, self._limits, self._service.held_back, self._ends.words(), source)
 
     async def _watch_gauges(self) -> None:

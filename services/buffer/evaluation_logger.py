@@ -29,6 +29,7 @@ from shared.process.worker_pool import WorkerPool
 from shared.runtime.errors import MyxoError
 from shared.runtime.tasks import run_in_thread
 from shared.runtime.telemetry import declare_metrics
+from shared.schema import codec
 from shared.schema import sample as sample_codec
 from shared.schema.ledger import EvalEnded, EvalScored, EvalStarted, LedgerRecord, eval_group_parts
 from shared.schema.messages import EvalFigures, EvaluationsEnded, EvaluationsRequest
@@ -91,6 +92,17 @@ class EvaluationLogger:
         """Has payload keys freed, but for those that are still to be logged."""
         self._free(key for key in keys if key not in self._held)
 
+    def after(self, request: EvaluationsRequest, ended: Mapping[Any, EvalEnded]) -> EvaluationsEnded:
+        """Returns the next ones of the evaluations that have ended, in order, up to those that the function is still to see: as many as one
+        message holds."""
+        reported, names, size = list[EvalFigures](), EvalFigures.model_fields, 0
+        for record in takewhile(lambda record: record.version not in self._open, islice(ended.values(), request.known, None)):
+            figures = EvalFigures(**{name: getattr(record, name) for name in names})
+            if (size := size + len(codec.pack(figures.model_dump()))) > self._service.bus.message_limit:
+                break
+            reported.append(figures.model_copy(update={"logged": figures.logged or self.logged.get(record.version, False)}))
+        return EvaluationsEnded(evaluations=reported)
+
     async def run(self) -> None:
         """Logs versions that have ended until cancelled."""
         try:
@@ -143,8 +155,6 @@ declare_metrics("""
     eval_prompts{dataset} | prompts | of the whole set | once one of the set has ended
 """)
 
-MOST_EVALUATIONS = 256  # Of an answer: each takes about 1 KB
-
 
 def log_evaluation(service: Service, record: EvalEnded) -> None:
     """Logs and shows an evaluation that has just ended; one that was late as a warning."""
@@ -164,17 +174,6 @@ def show_evaluations(service: Service, records: Iterable[EvalEnded]) -> None:
         shown |= {"missing": record.failed + record.late, "prompts": record.prompts}
         for name, value in shown.items() if record.samples else ():
             service.metrics.set(f"eval_{name}", value, dataset=record.dataset)
-
-
-def evaluations_after(request: EvaluationsRequest, ended: Mapping[Any, EvalEnded], log: EvaluationLogger) -> EvaluationsEnded:
-    """Returns the next ones of the evaluations that have ended, in order, up to those that the user's log function is still to see."""
-    found = islice(ended.values(), request.known, request.known + MOST_EVALUATIONS)
-    names = EvalFigures.model_fields
-    reported = []
-    for record in takewhile(lambda record: record.version not in log.open, found):
-        figures = EvalFigures(**{name: getattr(record, name) for name in names})
-        reported.append(figures.model_copy(update={"logged": figures.logged or log.logged.get(record.version, False)}))
-    return EvaluationsEnded(evaluations=reported)
 
 
 # --- in the process of the function

@@ -8,6 +8,7 @@ whoever scored it may have filled its message to the limit, and numbers grow whe
 import copy
 from collections import deque
 from collections.abc import Awaitable, Callable, Iterable, Iterator
+from functools import partial
 
 from services.buffer.state import BufferState
 from shared.bus import streams
@@ -73,9 +74,7 @@ class Trial:
 
         Each is to be appended, and folded into the state, before the next one is asked for.
         """
-        pieces = fitted(records, limit)
-        while (entry := self._next(pieces)) is not None:
-            yield entry
+        return iter(partial(self._next, fitted(records, limit)), None)
 
     def _next(self, pieces: Iterator[tuple[LedgerRecord, bytes]]) -> LedgerEntry | None:
         name = "a record"

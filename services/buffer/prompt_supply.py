@@ -3,7 +3,7 @@ results that a source of prompts which adapts hears of.
 """
 
 import asyncio
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -119,8 +119,9 @@ def touched_files(known: Fingerprints, found: Fingerprints) -> list[str]:
     return [path for path, now in found.items() if path in known and now.sampled and known[path].modified_ns != now.modified_ns]
 
 
-async def check_data(service: Service, found: Fingerprints, *, begun: bool) -> None:
-    """Raises Problems where a file of prompts is another than when the run began, and that is not accepted; notes what the files are."""
+async def check_data(service: Service, found: Fingerprints, accepted: Callable[[], Awaitable[None]], *, begun: bool) -> None:
+    """Raises Problems where a file of prompts is another than when the run began, and that is not accepted; notes what the files are.
+    ``accepted``: awaited before that where it is, and training prompts have changed."""
     noted = await runs.data(service.bus, service.run) if begun else None
     known = decode_fingerprints(noted)
     if noted and not known:
@@ -130,6 +131,8 @@ async def check_data(service: Service, found: Fingerprints, *, begun: bool) -> N
         raise_problems(problems)
     for problem in problems:
         service.log.warning("changed_data_accepted", field=problem.field, file=problem.value)
+    if any(problem.field == "data.prompt_data" for problem in problems):
+        await accepted()
     if written := touched_files(known, found):
         service.log.warning("data_written_since", files=written, detail="sampled parts are as they were; the rest was not read")
     if found != known:
@@ -193,11 +196,6 @@ class PromptSupply:
     def drawn(self) -> bool:
         """Returns whether training prompts come from a source of the user's, which may take long."""
         return isinstance(self.training, DrawnPrompts)
-
-    @property
-    def slow(self) -> bool:
-        """Returns whether a prompt may take long: one of a source of the user's, or one whose pictures are decoded."""
-        return self.drawn or self.most_pictures > 0
 
     def of_group(self, name: str) -> Prompt | None:
         """Returns the prompt of a group; None for one that was held out before and is not any more. Raises ConfigError."""

@@ -83,9 +83,9 @@ class TaskPublisher:
             while batch:
                 fields = batch.pop()
                 try:
-                    # a source of the user's may take long over a prompt: meanwhile the buffer keeps its lease
-                    prompt = self._prompts.of_group
-                    found = await asyncio.to_thread(prompt, fields["group"]) if self._prompts.slow else prompt(fields["group"])
+                    # a source of the user's, or what decodes pictures, may take long over a prompt: meanwhile the buffer keeps its lease
+                    prompt, slow = self._prompts.of_group, self._prompts.drawn or self._prompts.most_pictures
+                    found = await asyncio.to_thread(prompt, fields["group"]) if slow else prompt(fields["group"])
                     task = self._task(found, **fields)
                     if found is not None and found.pictures:
                         stored = await self._stored(task, found.pictures)

@@ -33,6 +33,7 @@ from shared.runtime.errors import ConfigError, MyxoError
 from shared.schema.digests import attest_scored
 from shared.schema.ledger import BatchFormed, GroupRequeued, GroupsAdmitted, GroupsDropped, LedgerRecord, group_id, group_number
 from shared.schema.ledger_audit import Audit, AuditReport
+from shared.schema.message import MAX_SAMPLES
 from shared.schema.messages import Interrupted, Payload, SampleMeta, Scored
 from shared.schema.versions import is_lost
 
@@ -74,6 +75,8 @@ class WorkloadModel:
             self._require(name, 0 <= getattr(self, name) < math.inf, "at least 0")
         for name in ("correlation", "lend"):
             self._require(name, 0 <= getattr(self, name) <= 1, "between 0 and 1")
+        for name, most in (("samples", MAX_SAMPLES), ("batch", self.samples << 16)):  # as of a run
+            self._require(name, getattr(self, name) <= most, f"at most {most:,}")
         self._require("gpus", self.gpus >= 2, "at least 2, one that generates and one that trains")
         split = f"between 1 and {self.gpus - 1}, for the trainer needs some too"
         self._require("rollout_gpus", self.rollout_gpus is None or 0 < self.rollout_gpus < self.gpus, split)

@@ -1,17 +1,19 @@
 """The real buffer with every staleness policy, order and filter, and beside another run's."""
 
 import contextlib
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from shared.bus.connection import RequestRefused
-from shared.schema.ledger import BatchFormed, GroupRequeued, GroupsDropped, GroupsScored, group_id
-from shared.schema.messages import Batch, BatchPending, Interrupted
+from shared.schema.ledger import BatchFormed, GroupRequeued, GroupsDropped, GroupsScored, group_id, group_number
+from shared.schema.messages import Batch, BatchPending, Interrupted, Task
 from tests.integration.buffer.conftest import NewRun, Served
 from tests.integration.buffer.player import Player
 from tests.integration.buffer.test_buffer_service import finished
 from tests.support import buffer_filters
+from tests.support.run_config import write_jsonl
 from tests.support.waiting import until
 
 
@@ -193,3 +195,39 @@ async def test_runs_on_one_bus_and_in_one_store_know_nothing_of_each_other(new_r
             groups = [group for record in await player.records() if isinstance(record, GroupsScored) for group in record.groups]
             assert {len(group.samples) for group in groups} == {samples}
             assert all(key.startswith(f"{player.config.run.name}:") for group in groups for key in group.payload.keys)
+
+
+async def test_groups_begin_anew_where_their_prompts_have_changed(new_run: NewRun, tmp_path: Path) -> None:
+    """What a stopped replica handed on would else be continued under another prompt and label."""
+    player = await new_run(data={"accept_changed_data": True})
+    with player.launch() as first:
+        await player.ready(first)
+        await player.live(0)
+        leases = await player.all_tasks(2)
+        first.kill()
+    for lease in leases:
+        has = (await player.generate(lease.message)).payload
+        await player.say(Interrupted(group=lease.message.group, attempt=0, stale=False, replica="rollout-9", payload=has))
+        await lease.ack()
+    groups, found = {lease.message.group for lease in leases}, dict[str, Task]()
+    write_jsonl(tmp_path / "prompts.jsonl", [{"prompt": f"{number}+0=", "label": str(number)} for number in range(90, 100)])
+
+    async def anew() -> bool:
+        found.update({lease.message.group: lease.message for lease in await player.tasks(8) if lease.message.attempt == 1})
+        return groups <= set(found)
+
+    async def requeued() -> list[str]:
+        return [record.reason for record in await player.records() if isinstance(record, GroupRequeued)]
+
+    with player.launch() as second:
+        await player.ready(second)
+        await until(anew, "the groups' second attempts")
+        second.kill()
+    for name in groups:
+        assert (found[name].partial, found[name].label) == (None, str(90 + group_number(name)))
+    before = await requeued()
+    assert set(before) == {"changed data"}
+    with player.launch() as third:
+        await player.ready(third)
+        assert await requeued() == before, "the file is noted as it is now"
+        third.kill()

@@ -102,14 +102,14 @@ async def test_a_run_that_evaluates_alone_has_begun_with_its_first_evaluation(ev
     if evaluates:
         state.apply(EvalStarted(dataset="heldout", version=0, prompts=2, at=0.0))
 
-    async def check(_: object, __: object, *, begun: bool) -> None:
+    async def check(*_: object, begun: bool) -> None:
         asked.append(begun)
         raise InterruptedError
 
     monkeypatch.setattr(buffer_service, "check_data", check)
     buffer = Mock(spec=[])
     buffer._ledger = Mock(recover=AsyncMock(return_value=(state, [])))
-    buffer._service = buffer._prompts = Mock()
+    buffer._service = buffer._prompts = buffer._record = Mock()
     with pytest.raises(InterruptedError):
         await Buffer._recover(buffer)
     assert asked == [evaluates]

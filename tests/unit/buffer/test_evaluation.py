@@ -3,16 +3,22 @@
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import combinations
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+from unittest.mock import AsyncMock
 
 import pytest
 
 from services.buffer import policy
 from services.buffer.buffer_config import BufferConfig
+from services.buffer.evaluation_logger import EvaluationLogger
 from services.buffer.state import BufferState
 from shared.data import pass_rates
 from shared.schema.ledger import EvalEnded, EvalScored, EvalStarted, LedgerRecord, RunFinished
-from shared.schema.messages import Payload, SampleMeta, Scored
+from shared.schema.messages import EvaluationsRequest, Payload, SampleMeta, Scored
 from tests.support.buffer_config import buffer_config
+from tests.support.run_config import run_config
 from tests.support.tables import table
 
 SETS = {"sums": 2, "words": 1}
@@ -188,3 +194,27 @@ def test_the_run_ends_once_every_set_of_the_last_version_has_ended() -> None:
     [finished] = fold(state, policy.close(state, limits, 1.0))
     assert isinstance(finished, RunFinished) and finished.steps == 0
     assert policy.close(state, limits, 1.0) == []
+
+
+def test_an_answer_has_as_many_evaluations_as_a_message_holds(tmp_path: Path) -> None:
+    """A user's evaluation function may give each 64 metrics with long names: 256 of them were over the bus's limit."""
+    limit, metrics = 1 << 20, {f"{number:064}": 0.5 for number in range(64)}
+    facts = {
+        "oldest": 0,
+        "newest": 0,
+        "live": 0,
+        "prompts": 1,
+        "failed": 0,
+        "samples": 1,
+        "mean_reward": 0.5,
+        "metrics": metrics,
+        "at": 0.0,
+    }
+    ended = {version: EvalEnded(dataset="heldout", version=version, **facts) for version in range(600)}
+    service: Any = SimpleNamespace(config=run_config(tmp_path), bus=SimpleNamespace(message_limit=limit))
+    logger, known = EvaluationLogger(service, lambda _: None, AsyncMock()), list[int]()
+    while len(known) < len(ended):
+        answer = logger.after(EvaluationsRequest(known=len(known)), ended)
+        assert answer.evaluations and len(answer.encode()) <= limit + 100  # the bus leaves room for the envelope
+        known += [figures.version for figures in answer.evaluations]
+    assert known == list(range(600))

@@ -152,6 +152,8 @@ def test_lent_gpus_generate_while_the_trainer_waits(training: float) -> None:
 @pytest.mark.parametrize(
     "wrong",
     [
+        {"samples": 5000, "batch": 5000},
+        {"batch": 70_000},
         {"lend": 1.5},
         {"handover": -1},
         {"gpus": 1},
