@@ -386,11 +386,6 @@ class RolloutKeeper:
                 self._free(freed)
         return bare
 
-    def _prompt(self, group: EndedGroup) -> Prompt | None:
-        with contextlib.suppress(MyxoError):  # which may be why the group was given up
-            return self._prompts.of_group(group.record.group)
-        return None
-
     def _log_away(self, error: DeadlineExceeded) -> None:
         now = time.monotonic()
         if now - self._away_logged >= LOG_SECONDS:
@@ -400,9 +395,12 @@ class RolloutKeeper:
     def _write(self, payloads: list[_Payload]) -> list[RolloutNotKept]:
         refused = []
         for group, blobs in payloads:
-            try:
+            prompt = None
+            with contextlib.suppress(MyxoError):  # which may be why the group was given up
                 # not before: a prompt may take long, which the buffer's other work does not wait for
-                self._writer.write(group, blobs, None if group.rewards else self._prompt(group))
+                prompt = None if group.rewards else self._prompts.of_group(group.record.group)
+            try:
+                self._writer.write(group, blobs, prompt)
             except RolloutNotKept as error:
                 refused.append(error)
         return refused
