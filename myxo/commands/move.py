@@ -1,6 +1,7 @@
 """``myxo move RUN DIR``: takes the files of a run that is at rest to another directory, as where its disk is full."""
 
 import argparse
+import asyncio
 import contextlib
 import os
 import shutil
@@ -9,6 +10,7 @@ from pathlib import Path
 from rich.console import Console
 
 from myxo.commands.command_arguments import add_run
+from myxo.run.run_access import reach, refuse_work
 from myxo.run.run_directory import RunDirectory, find, no_such_run
 from shared.bus import runs
 from shared.runtime import exit_codes
@@ -31,8 +33,8 @@ def move(run: str, directory: Path, target: Path, console: Console, *, keep: boo
     """Copies a run's state to ``target/NAME`` and removes it where it was, unless it is to be kept. What else lies there, as the model that
     the run's config names, stays: it would not be found elsewhere.
 
-    Returns the exit code. Raises ConfigError where there is no such run or something lies there already, RunHeld where it continues, and
-    MoveFailed; then the run is where it was.
+    Returns the exit code. Raises ConfigError where there is no such run, its services are at work or something lies there already, RunHeld
+    where it continues, and MoveFailed; then the run is where it was.
     """
     name, files = find(run, directory)
     if files is None:
@@ -40,6 +42,9 @@ def move(run: str, directory: Path, target: Path, console: Console, *, keep: boo
     source, goal = files.root.resolve(), target.absolute() / name
     if goal.exists() or goal.resolve().is_relative_to(source):
         raise ConfigError("DIR", str(target), f"a directory outside of {source}, without {name} in it")
+    config = runs.frozen(source)
+    if not (files.nats / "jetstream").is_dir() and not (config is not None and config.debug.trains_only):
+        asyncio.run(_ask_bus(run, directory))  # services of `myxo submit` hold no directory
     with files.held():
         stays = {path.name for path in source.iterdir()}.difference(files.state) | {"servers.json"}  # which are of the place
         needed = sum(path.lstat().st_size for path in source.rglob("*") if path.relative_to(source).parts[0] not in stays)
@@ -48,7 +53,7 @@ def move(run: str, directory: Path, target: Path, console: Console, *, keep: boo
             raise ConfigError("DIR", str(target), f"a disk with room for {needed >> 20} MB; {free >> 20} MB are free there")
         _copy(source, goal, stays)
         saved = {}
-        if (config := runs.frozen(goal)) is not None:
+        if config is not None:
             if config.trainer.save is not None and config.trained.resolve() == source:  # the checkpoints come along
                 saved = {"save": target.absolute()}
             RunDirectory(goal).freeze(config.with_fields(run={"dir": target.absolute()}, trainer=saved))
@@ -61,6 +66,11 @@ def move(run: str, directory: Path, target: Path, console: Console, *, keep: boo
     told = f"Run {name} lies in {goal}; what is not its state, as a model that its config names, stays in {source}."
     console.print(f"{told} It continues there: `myxo up CONFIG {words}`.", soft_wrap=True)
     return exit_codes.DONE
+
+
+async def _ask_bus(run: str, directory: Path) -> None:
+    async with reach(run, directory) as access:
+        await refuse_work(access)
 
 
 def _copy(source: Path, goal: Path, stays: set[str]) -> None:

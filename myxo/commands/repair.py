@@ -19,7 +19,7 @@ from rich.console import Console
 from rich.text import Text
 
 from myxo.commands.command_arguments import add_json, add_run
-from myxo.run.run_access import Access, reach
+from myxo.run.run_access import Access, reach, refuse_work
 from myxo.run.run_directory import CHECKPOINTS, checkpoints, complete_checkpoints
 from shared.bus import runs, streams
 from shared.bus.connection import Bus
@@ -168,8 +168,7 @@ async def repair(run: str, directory: Path, console: Console, agreed: bool, as_j
     Raises ConfigError where there is no such run, or where it continues at present.
     """
     async with reach(run, directory) as access:
-        if access.live and (busy := await runs.at_work(access.bus, access.config)):
-            raise ConfigError("RUN", run, f"a run that is at rest: {busy}")
+        await refuse_work(access)
         ledger, held = await ledger_extent(access.bus, access.run), checkpoints(access.config)
         plan = repair_plan(ledger, held)
         try:

@@ -25,7 +25,7 @@ from rich.console import Console
 
 from myxo.commands.export_run import begun_from
 from myxo.launch.exit_report import next_commands
-from myxo.launch.launcher import Launch
+from myxo.launch.launcher import Launch, refuse_others
 from myxo.launch.node_launch import NodeLaunch, is_first_node, settle_node_rank
 from myxo.launch.service_plan import SERVICE_MODULES
 from myxo.preflight import Source, checked, checked_config
@@ -33,7 +33,7 @@ from myxo.preflight.inspection import Inspection
 from myxo.preflight.machine_checks import memory_bytes
 from myxo.preflight.run_plan import GB, plan_of
 from myxo.run import config_toml
-from myxo.run.run_access import GivenServers, check_servers, check_store, connect, given_servers, told_when_lost, vocabulary
+from myxo.run.run_access import GivenServers, check_servers, check_store, connect, given_servers, refuse_lost, told_when_lost, vocabulary
 from myxo.run.run_directory import SNAPSHOT, RunDirectory, checkpoints
 from shared import __version__, hooks
 from shared.bus import runs
@@ -60,7 +60,7 @@ SIGNALS = (signal.SIGINT, signal.SIGTERM)  # signals at which the trainer saves 
 
 @contextlib.contextmanager
 def claimed(config: RunConfig, directory: RunDirectory, fresh: bool, given: GivenServers | None = None) -> Iterator[None]:
-    """Locks the run's directory, emptied where the run is to be ``fresh``, once the ``given`` servers answer."""
+    """Locks the run's directory, emptied where the run is to be ``fresh``, once the ``given`` servers answer and nothing is at work."""
     places = [directory, RunDirectory(config.trained)] if fresh else []
     if fresh and (shared := config.weights.update_weight_disk_dir) is not None:
         versions = [path.name for path in (shared / config.run.name).glob("*") if SNAPSHOT.fullmatch(path.name)]
@@ -71,9 +71,17 @@ def claimed(config: RunConfig, directory: RunDirectory, fresh: bool, given: Give
         asyncio.run(check_servers(given, config.run.name))
     directory.make(config)
     with directory.held():
+        if fresh and given is not None and given.nats_url is not None:
+            asyncio.run(_refuse_services(given.nats_url, config))
         for place in places:
             place.clear()
         yield
+
+
+async def _refuse_services(nats_url: str, config: RunConfig) -> None:
+    with told_when_lost():
+        async with contextlib.aclosing(await connect(nats_url, config.run.name)) as bus:
+            await refuse_others(bus, config, None)
 
 
 @contextlib.contextmanager
@@ -358,6 +366,7 @@ async def _submit(config: RunConfig, nats_url: str, redis_url: str, vocabulary: 
     await check_store(redis_url)
     with told_when_lost():
         async with contextlib.aclosing(await connect(nats_url, config.run.name)) as bus:
+            await refuse_lost(bus, config)
             await runs.create(bus, config, redis_url, vocabulary, max(checkpoints(config), default=0), asked)
 
 

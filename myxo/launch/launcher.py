@@ -20,7 +20,7 @@ from myxo.launch import exit_report
 from myxo.launch.run_servers import DiskWatch, RunServers, until_room
 from myxo.launch.service_plan import TRAINERS, ServiceSpec, plan
 from myxo.launch.supervisor import FrozenServices, RunProgress, StopReason, Supervisor
-from myxo.run.run_access import ALARM_SECONDS, GivenServers, RunWatch, told_when_lost, vocabulary
+from myxo.run.run_access import ALARM_SECONDS, GivenServers, RunWatch, refuse_lost, told_when_lost, vocabulary
 from myxo.run.run_directory import RunDirectory, ServerUrls, checkpoints
 from shared.accounts.permissions import CONSOLE, rights_of
 from shared.bus import runs, streams
@@ -32,7 +32,7 @@ from shared.config.run_config import RunConfig
 from shared.model.final_exports import missing_exports
 from shared.runtime import exit_codes
 from shared.runtime.addresses import own_address
-from shared.runtime.errors import BadInput, ConfigError, MyxoError, no_room
+from shared.runtime.errors import BadInput, MyxoError, no_room
 from shared.runtime.safe_text import duration, say
 from shared.runtime.tasks import cancelled
 from shared.schema.service_messages import ServiceEvent, ServiceStatus
@@ -214,6 +214,28 @@ class RunsElsewhere(MyxoError):
     """Services of this run that another launch started are at work on the given bus."""
 
 
+async def refuse_others(bus: Bus, config: RunConfig, instances: set[str] | None, stopped: Callable[[], bool] = lambda: False) -> None:
+    """Raises RunsElsewhere where services that a launch would start (None: any at all) are at work already.
+
+    Those of a launch that was killed stay in the registry for a while; they are waited for, unless it is ``stopped``. A buffer elsewhere is
+    welcome: of all buffers one is active.
+    """
+    if not await streams.exists(bus, config.run.name):
+        return
+    registry = Registry(bus, config.run.name)
+
+    async def others() -> list[ServiceStatus]:
+        statuses = [status for status in await registry.alive() if status.service != ENVIRONMENT]
+        return [status for status in statuses if instances is None or status.instance in instances or status.service in TRAINERS]
+
+    end = time.monotonic() + config.bus.registry_ttl * 1.5 + 2  # by then the statuses of services that were killed are gone
+    while (found := await others()) and not stopped():
+        if time.monotonic() > end:
+            who = ", ".join(f"{status.instance} on {status.host} (process {status.pid})" for status in found)
+            raise RunsElsewhere(f"run {config.run.name} has services at work already: {who}; stop them first")
+        await asyncio.sleep(POLL_SECONDS)
+
+
 class Launch:
     """One launch.
 
@@ -273,15 +295,15 @@ class Launch:
     async def _with_bus(self, bus: Bus) -> int:
         run, config = self._run, self._config
         specs = plan(config, self._servers.nats_url)
-        if self._given.nats_url is not None and await streams.exists(bus, run):
-            await self._refuse_others(bus, None if self._fresh else {spec.instance for spec in specs})
+        if self._given.nats_url is not None:
+            await refuse_others(bus, config, None if self._fresh else {spec.instance for spec in specs}, lambda: bool(self._signals))
         if self._signals:
             return self._interrupted()
-        if not self._fresh and not await streams.exists(bus, run) and (lost := self._directory.without_streams(run, config)):
-            raise ConfigError("run.name", run, lost)
         if self._fresh:
             await erase_from_bus(bus, run)
             await erase_from_store(self._servers.redis_url, run)
+        else:
+            await refuse_lost(bus, config)
         if await runs.is_finished(bus, config):
             await runs.refuse_differences(bus, config)
             if not (lacking := self._final.announced()):
@@ -424,27 +446,6 @@ class Launch:
         self._log.warning("servers_away", server=server, error=why)
 
     # --- before and after
-
-    async def _refuse_others(self, bus: Bus, instances: set[str] | None) -> None:
-        """Raises RunsElsewhere where services that this launch would start (None: any at all) are at work already.
-
-        Those of a launch that was killed stay in the registry for a while; they are waited for. A buffer elsewhere is welcome: of all
-        buffers one is active.
-        """
-        registry = Registry(bus, self._run)
-
-        async def others() -> list[ServiceStatus]:
-            statuses = [status for status in await registry.alive() if status.service != ENVIRONMENT]
-            return [status for status in statuses if instances is None or status.instance in instances or status.service in TRAINERS]
-
-        end = time.monotonic() + self._config.bus.registry_ttl * 1.5 + 2  # by then the statuses of services that were killed are gone
-        while found := await others():
-            if self._signals:
-                return
-            if time.monotonic() > end:
-                who = ", ".join(f"{status.instance} on {status.host} (process {status.pid})" for status in found)
-                raise RunsElsewhere(f"run {self._run} has services at work already: {who}; stop them first")
-            await asyncio.sleep(POLL_SECONDS)
 
     async def _stop(self, supervisor: Supervisor) -> None:
         """Stops every service: asked first, the trainer before those it needs, killed when time is up or at another signal."""

@@ -89,6 +89,13 @@ async def check_store(url: str) -> None:
         raise ConfigError("REDIS_URL", redacted(url), f"{error}; {expected}") from error
 
 
+async def refuse_lost(bus: Bus, config: RunConfig) -> None:
+    """Refuses to make a run anew on a bus that has nothing of it, beside its checkpoints. Raises ConfigError."""
+    run = config.run.name
+    if not await streams.exists(bus, run) and (lost := RunDirectory(config.run.root).without_streams(run, config)):
+        raise ConfigError("run.name", run, lost)
+
+
 def pinned_config(config: RunConfig, hub: Hub, *, fresh: bool) -> RunConfig:
     """Returns the config with its names on the hub pinned as they were when the run of that name began, or, with ``fresh``, as they stand
     now. Raises ConfigError by field."""
@@ -150,6 +157,12 @@ async def reach(run: str, directory: Path) -> AsyncIterator[Access]:
     with told_when_lost():
         async with contextlib.AsyncExitStack() as stack:
             yield await _reached(run, directory, stack)
+
+
+async def refuse_work(access: Access) -> None:
+    """Refuses a run whose services are at work. Raises ConfigError."""
+    if access.live and (busy := await runs.at_work(access.bus, access.config)):
+        raise ConfigError("RUN", access.run, f"a run that is at rest: {busy}")
 
 
 async def _reached(run: str, directory: Path, stack: contextlib.AsyncExitStack) -> Access:

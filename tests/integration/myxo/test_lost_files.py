@@ -1,6 +1,7 @@
 """A run of which a part is gone, or that lies where it was not put by `myxo move`: what a person reads."""
 
 import asyncio
+import contextlib
 import shutil
 import subprocess
 import sys
@@ -11,15 +12,22 @@ import pytest
 from rich.console import Console
 
 from myxo.commands.move import move
+from myxo.commands.up import claimed
+from myxo.launch.launcher import RunsElsewhere
+from myxo.run.run_access import GivenServers
 from myxo.run.run_directory import RunDirectory
 from shared.bus import runs
+from shared.bus.connection import Bus
+from shared.bus.registry import Registry
 from shared.config import flags
 from shared.config.config_reading import load
 from shared.config.run_config import RunConfig
-from shared.process.embedded_servers import EmbeddedNats
+from shared.process.embedded_servers import EmbeddedNats, EmbeddedValkey
 from shared.runtime import exit_codes
+from shared.schema.service_messages import ServiceStatus
 from tests.integration.myxo.command import ROOT, Myxo
 from tests.integration.myxo.test_audit_summary import embedded, records, write
+from tests.support.run_config import run_config
 
 
 @pytest.fixture
@@ -41,15 +49,59 @@ def at_rest(config_file: Callable[..., Path]) -> tuple[Path, RunConfig]:
     return path, config
 
 
-def test_a_run_whose_nats_data_are_lost_is_not_said_to_be_new(myxo: Myxo, nats: EmbeddedNats, at_rest: tuple[Path, RunConfig]) -> None:
+def test_a_run_whose_nats_data_are_lost_is_not_said_to_be_new(
+    myxo: Myxo, nats: EmbeddedNats, valkey: EmbeddedValkey, at_rest: tuple[Path, RunConfig]
+) -> None:
     path, config = at_rest
+    given = {"NATS_URL": nats.url, "REDIS_URL": valkey.url}
     root, said = config.run.root, "checkpoints holds a checkpoint of 2 steps, and the bus holds nothing of run"
     for lost in (*(root / "nats" / "jetstream").iterdir(), root / "nats"):
         shutil.rmtree(lost)
-        for words, environment in ((("status", root), {}), (("status", root), {"NATS_URL": nats.url}), (("up", path), {})):
+        for words, environment in ((("status", root), {}), (("status", root), given), (("up", path), {}), (("submit", path), given)):
             code, out, err = myxo.run(*words, environment=environment)
             assert (code, out.count("started")) == (exit_codes.BAD_INPUT, 0), (lost, words, out, err)
             assert said in err and "NATS's data are lost" in err and "makes one" not in err, (lost, words, err)
+
+
+def test_the_files_of_a_run_whose_services_are_at_work_elsewhere_stay(
+    myxo: Myxo, nats: EmbeddedNats, tmp_path: Path, run_name: str
+) -> None:
+    config = run_config(tmp_path, run={"name": run_name, "dir": str(tmp_path)}, bus={"registry_ttl": 1})
+    directory, given = RunDirectory(config.run.root), GivenServers(nats.url, None)
+    checkpoint = config.trained / "checkpoints" / "step_00000002" / "checkpoint.json"
+    checkpoint.parent.mkdir(parents=True)
+    checkpoint.write_text("{}")
+    directory.logs.mkdir()
+
+    async def at_work() -> None:
+        async with contextlib.aclosing(await Bus.connect(nats.url, "test")) as bus:
+            await runs.create(bus, config, None)
+            registry = Registry(bus, run_name)
+            status = ServiceStatus(service="buffer", instance="buffer-7", host="h", pid=1, http="", state="ready", at=0.0)
+            begin = asyncio.create_task(asyncio.to_thread(begins))
+            while not begin.done():
+                await registry.renew(status)
+                await asyncio.wait([begin], timeout=0.3)
+            with pytest.raises(RunsElsewhere, match="buffer-7 on h"):
+                begin.result()
+            await registry.renew(status)
+            code, _, err = await asyncio.to_thread(myxo.run, "move", config.run.root, tmp_path / "new", environment={"NATS_URL": nats.url})
+            assert code == exit_codes.BAD_INPUT and "stop buffer-7 first" in err
+            await registry.leave(status)
+
+    def begins() -> None:
+        with claimed(config, directory, fresh=True, given=given):
+            pass
+
+    asyncio.run(at_work())
+    assert checkpoint.is_file()
+    code, _, err = myxo.run("move", config.run.root, tmp_path / "new")
+    assert code == exit_codes.BAD_INPUT and "set NATS_URL" in err and checkpoint.is_file()
+    assert myxo.run("move", config.run.root, tmp_path / "new", environment={"NATS_URL": nats.url})[0] == 0
+    moved = RunDirectory(tmp_path / "new" / run_name)
+    assert (moved.root / checkpoint.relative_to(config.run.root)).is_file()
+    with claimed(config, moved, fresh=True, given=given):
+        assert not moved.root.joinpath("checkpoints").exists(), "nothing is at work any more"
 
 
 def test_checkpoints_that_were_removed_are_said_to_be_gone(myxo: Myxo, at_rest: tuple[Path, RunConfig]) -> None:
