@@ -125,7 +125,7 @@ def check_credentials(inspection: Inspection) -> Findings:
 def check_earlier_run(inspection: Inspection) -> Findings:
     """Yields each field in which the run that lies in the run's directory differs and may not; a run on a given bus is checked there."""
     directory = RunDirectory(inspection.config.run.root)
-    own = inspection.config.debug.trains_only or (directory.nats.is_dir() and not addresses.nats_url())
+    own = inspection.config.debug.trains_only or (os.path.isdir(directory.nats) and not addresses.nats_url())
     if inspection.fresh or not inspection.whole or not own:
         return
     if (frozen := runs.frozen(directory.root)) is not None:

@@ -102,13 +102,13 @@ class RunDirectory:
             private_directory(self.root, int(config.run.dir_mode, 8))
 
     @contextlib.contextmanager
-    def _writable(self) -> Iterator[None]:
+    def _writable(self, what: str = "written") -> Iterator[None]:
         try:
             yield
         except OSError as error:
             if isinstance(error, PermissionError) and os.access(self._lock, os.R_OK) and self.is_held():
                 raise RunHeld(f"{self.root} is of another user's live run: reach it as that user, or by NATS_URL with an account") from None
-            raise ConfigError("run.dir", str(self.root), f"cannot be written: {error.strerror}; give another run.dir") from None
+            raise ConfigError("run.dir", str(self.root), f"cannot be {what}: {error.strerror}; give another run.dir") from None
 
     # --- the lock
 
@@ -123,12 +123,13 @@ class RunDirectory:
             file = self._lock.open("a+")
         with file:
             end = time.monotonic() + HOLD_SECONDS
-            while not _locked(file, fcntl.LOCK_EX):
-                if time.monotonic() > end:
-                    file.seek(0)
-                    holder = file.read().strip() or "another process"
-                    raise RunHeld(f"run directory {self.root} is in use by {holder}; stop that first, or give another run.name")
-                time.sleep(0.05)
+            with self._writable("locked"):
+                while not _locked(file, fcntl.LOCK_EX):
+                    if time.monotonic() > end:
+                        file.seek(0)
+                        holder = file.read().strip() or "another process"
+                        raise RunHeld(f"run directory {self.root} is in use by {holder}; stop that first, or give another run.name")
+                    time.sleep(0.05)
             with contextlib.suppress(OSError):  # on a full disk it is held without the name of its holder
                 os.ftruncate(file.fileno(), 0)
                 os.write(file.fileno(), f"process {os.getpid()}".encode())  # nothing is left to be written when it is closed
@@ -139,10 +140,11 @@ class RunDirectory:
 
     def is_held(self) -> bool:
         """Returns whether another process holds the directory now."""
-        if not self._lock.is_file():
+        try:
+            with self._lock.open() as file:  # which who may only read the run's files may, too
+                return not _locked(file, fcntl.LOCK_SH)
+        except OSError:  # there is none, it is another user's, or a file system without locks
             return False
-        with self._lock.open() as file:  # which who may only read the run's files may, too
-            return not _locked(file, fcntl.LOCK_SH)
 
     def at_rest_without_streams(self) -> bool:
         """Returns whether nothing but files is left of the run here: no streams on disk, and no process that serves some."""
@@ -257,10 +259,10 @@ def no_such_run(run: str, directory: Path) -> ConfigError:
 def _locked(file: IO[str], kind: int) -> bool:
     try:
         fcntl.flock(file, kind | fcntl.LOCK_NB)
-    except OSError:
+    except BlockingIOError:
         return False
     return True
 
 
 def _is_run(path: Path) -> bool:
-    return path.is_dir() and any((path / mark).exists() for mark in _MARKS)
+    return any(os.path.exists(path / mark) for mark in _MARKS)  # False where this user may not look into it

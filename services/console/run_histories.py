@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import itertools
+import os
 import time
 from collections import OrderedDict
 from collections.abc import Collection, Sequence
@@ -176,10 +177,10 @@ class OtherRuns:
 
 def runs_beside(directory: Path | None) -> list[str]:
     """Returns the names of the other runs in the directory that a run's own one lies in."""
-    if directory is None or not directory.parent.is_dir():
+    if directory is None or not os.access(directory.parent, os.R_OK):
         return []
     found = (path for path in directory.parent.iterdir() if path != directory and RUN_ID.match(path.name))
-    return sorted(path.name for path in found if (path / runs.FROZEN).is_file())
+    return sorted(path.name for path in found if os.path.isfile(path / runs.FROZEN))  # not another user's
 
 
 SERVERS = {NATS, STORE}

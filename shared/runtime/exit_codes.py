@@ -44,10 +44,10 @@ def ended(program: str, work: Callable[[], int], *failures: type[Exception]) -> 
             complain(str(problem), program)
         return BAD_INPUT if isinstance(error, BadInput) else FAILED
     except OSError as error:
-        if not no_room(error):
+        if not (full := no_room(error)) and not (isinstance(error, PermissionError) and error.filename):
             raise
-        complain(f"{error}; make room there, and give the command again", program)
-        return FAILED
+        complain(f"{error}; {'make room there' if full else 'let this user in there'}, and give the command again", program)
+        return FAILED if full else BAD_INPUT
     except KeyboardInterrupt:
         return INTERRUPTED
 

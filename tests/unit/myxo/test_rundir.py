@@ -1,5 +1,7 @@
 """A run's directory: its lock, its servers file, what --fresh removes and what it leaves alone."""
 
+import errno
+import fcntl
 import json
 import os
 import re
@@ -11,7 +13,10 @@ from typing import Any
 import pytest
 
 from myxo.commands.up import claimed
+from myxo.main import main
 from myxo.run.run_directory import STATE, RunDirectory, RunHeld, ServerUrls, find, no_such_run
+from services.console.run_histories import runs_beside
+from shared.runtime import exit_codes
 from shared.runtime.errors import ConfigError
 from tests.support.run_config import run_config
 
@@ -126,6 +131,48 @@ def test_who_may_only_read_a_run_sees_it_held(tmp_path: Path, holder: subprocess
     assert directory.is_held() and directory.servers() is None
     with pytest.raises(RunHeld, match="another user's live run: reach it as that user, or by NATS_URL"), directory.held():
         pass
+
+
+def test_a_file_system_without_locks_is_not_taken_for_a_run_at_work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def flock(*_: object) -> None:
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr(fcntl, "flock", flock)
+    directory = RunDirectory(tmp_path / "run")
+    with pytest.raises(ConfigError, match="run.dir = .* cannot be locked: No locks available"), directory.held():
+        pass
+    assert (directory.root / "lock").is_file() and not directory.is_held()
+
+
+@pytest.fixture
+def another_users(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A run's directory of mode 700 that is somebody else's, beside a run that is not."""
+    theirs, stat, opened = tmp_path / "theirs", os.stat, Path.open
+    for root in (theirs, tmp_path / "mine"):
+        (root / "logs").mkdir(parents=True)
+        for name in ("config.json", "lock"):
+            (root / name).write_text("{}")
+
+    def refused(path: Any) -> None:
+        if Path(path).parent == theirs:
+            raise PermissionError(errno.EACCES, "Permission denied", str(path))
+
+    monkeypatch.setattr(os, "stat", lambda path, **named: (refused(path), stat(path, **named))[1])
+    monkeypatch.setattr(Path, "open", lambda path, *given, **named: (refused(path), opened(path, *given, **named))[1])
+    return theirs
+
+
+def test_a_run_of_another_users_is_none_of_this_ones(another_users: Path) -> None:
+    runs = another_users.parent
+    assert find("theirs", runs) == ("theirs", None) and "did you mean mine?" in str(no_such_run("mina", runs))
+    assert not RunDirectory(another_users).is_held() and runs_beside(runs / "mine") == []
+    assert runs_beside(another_users) == ["mine"] and runs_beside(runs / "none" / "at-all") == []
+
+
+def test_what_this_user_may_not_read_is_one_line(another_users: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["logs", str(another_users)]) == exit_codes.BAD_INPUT
+    assert exit_codes.ended("myxo", (another_users / "lock").read_text) == exit_codes.BAD_INPUT  # type: ignore[arg-type]
+    assert f"Permission denied: '{another_users / 'lock'}'; let this user in" in capsys.readouterr().err
 
 
 def test_looking_at_the_lock_does_not_take_it(tmp_path: Path) -> None:
