@@ -33,7 +33,7 @@ from myxo.preflight.inspection import Inspection
 from myxo.preflight.machine_checks import memory_bytes
 from myxo.preflight.run_plan import GB, plan_of
 from myxo.run import config_toml
-from myxo.run.run_access import GivenServers, check_servers, check_store, connect, given_servers, refuse_lost, told_when_lost, vocabulary
+from myxo.run.run_access import GivenServers, check_servers, given_servers, make_run, on_bus
 from myxo.run.run_directory import SNAPSHOT, RunDirectory, checkpoints
 from shared import __version__, hooks
 from shared.bus import runs
@@ -72,16 +72,10 @@ def claimed(config: RunConfig, directory: RunDirectory, fresh: bool, given: Give
     directory.make(config)
     with directory.held():
         if fresh and given is not None and given.nats_url is not None:
-            asyncio.run(_refuse_services(given.nats_url, config))
+            on_bus(given.nats_url, config.run.name, lambda bus: refuse_others(bus, config, None))
         for place in places:
             place.clear()
         yield
-
-
-async def _refuse_services(nats_url: str, config: RunConfig) -> None:
-    with told_when_lost():
-        async with contextlib.aclosing(await connect(nats_url, config.run.name)) as bus:
-            await refuse_others(bus, config, None)
 
 
 @contextlib.contextmanager
@@ -336,7 +330,7 @@ def submit(path: Path, arguments: list[str], console: Console) -> int:
         if reading.config is not None and not (reading.problems or source.given.problems):
             values = f"{__version__} {redacted(given.redis_url or '')} {reading.config.model_dump_json()}"
             run, asked = reading.config.run.name, hashlib.sha256(values.encode()).hexdigest()
-            if given.nats_url is not None and asyncio.run(_is_made(given.nats_url, run, asked)):
+            if given.nats_url is not None and on_bus(given.nats_url, run, lambda bus: runs.is_made(bus, run, asked)):
                 console.print(f"Run {run} is on {redacted(given.nats_url)} already, with these values: nothing is to do.", soft_wrap=True)
                 return exit_codes.DONE
     config = checked_config(source)
@@ -347,7 +341,9 @@ def submit(path: Path, arguments: list[str], console: Console) -> int:
         raise ConfigError("NATS_URL", None, "required in the environment: nats://[user:password@]host:port of the bus, or NATS_URL_FILE")
     if given.redis_url is None:
         raise ConfigError("REDIS_URL", None, "required in the environment: redis://[user:password@]host:port, or REDIS_URL_FILE")
-    asyncio.run(_submit(config, given.nats_url, given.redis_url, vocabulary(config), asked))
+    redis_url = given.redis_url
+    asyncio.run(check_servers(given, run))
+    on_bus(given.nats_url, run, lambda bus: make_run(bus, config, redis_url, asked))
     own = "its own NATS_URL and REDIS_URL (or the files of NATS_URL_FILE and REDIS_URL_FILE)"
     what = own if addresses.has_credentials(given.redis_url) else "NATS_URL"
     lent = [f"MYXO_INSTANCE={instance} python -m services.rollout (lend_gpus)" for instance in devices.lent_instances(config)]
@@ -355,19 +351,6 @@ def submit(path: Path, arguments: list[str], console: Console) -> int:
     started = f"Start its services, each with {what} and MYXO_RUN={run}: {services}"
     console.print(f"Run {run} is on {redacted(given.nats_url)}. {started}", soft_wrap=True)
     return exit_codes.DONE
-
-
-async def _is_made(nats_url: str, run: str, asked: str) -> bool:
-    async with contextlib.aclosing(await connect(nats_url, run)) as bus:
-        return await runs.is_made(bus, run, asked)
-
-
-async def _submit(config: RunConfig, nats_url: str, redis_url: str, vocabulary: int, asked: str) -> None:
-    await check_store(redis_url)
-    with told_when_lost():
-        async with contextlib.aclosing(await connect(nats_url, config.run.name)) as bus:
-            await refuse_lost(bus, config)
-            await runs.create(bus, config, redis_url, vocabulary, max(checkpoints(config), default=0), asked)
 
 
 _TRAIN = """Run a run on this machine until it is finished, from flags alone: those of slime's train.py, Megatron's and Myxo's own.

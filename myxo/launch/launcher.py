@@ -20,7 +20,7 @@ from myxo.launch import exit_report
 from myxo.launch.run_servers import DiskWatch, RunServers, until_room
 from myxo.launch.service_plan import TRAINERS, ServiceSpec, plan
 from myxo.launch.supervisor import FrozenServices, RunProgress, StopReason, Supervisor
-from myxo.run.run_access import ALARM_SECONDS, GivenServers, RunWatch, refuse_lost, told_when_lost, vocabulary
+from myxo.run.run_access import ALARM_SECONDS, GivenServers, RunWatch, make_run, told_when_lost
 from myxo.run.run_directory import RunDirectory, ServerUrls, checkpoints
 from shared.accounts.permissions import CONSOLE, rights_of
 from shared.bus import runs, streams
@@ -302,8 +302,6 @@ class Launch:
         if self._fresh:
             await erase_from_bus(bus, run)
             await erase_from_store(self._servers.redis_url, run)
-        else:
-            await refuse_lost(bus, config)
         if await runs.is_finished(bus, config):
             await runs.refuse_differences(bus, config)
             if not (lacking := self._final.announced()):
@@ -323,9 +321,7 @@ class Launch:
         return await self._supervise(bus, specs)
 
     async def _create(self, bus: Bus) -> None:
-        tokens, saved = await asyncio.to_thread(vocabulary, self._config), max(checkpoints(self._config), default=0)
-        changed = await runs.create(bus, self._config, self._servers.redis_url, tokens, saved)
-        if changed is not None:
+        if (changed := await make_run(bus, self._config, self._servers.redis_url)) is not None:
             self._log.info("values_changed", step=changed.step, changed=changed.changed)
             self._say(f"Run {self._run} {changed.words()}.")
 

@@ -4,15 +4,16 @@ import asyncio
 import contextlib
 import functools
 import time
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeVar
 from urllib.parse import urlsplit
 
 import nats.errors
 from redis.exceptions import RedisError
 
-from myxo.run.run_directory import RunDirectory, ServerUrls, find, no_such_run
+from myxo.run.run_directory import RunDirectory, ServerUrls, checkpoints, find, no_such_run
 from shared.accounts.permissions import CONSOLE, OPERATOR, rights_of
 from shared.bus import runs, streams
 from shared.bus.connection import TRANSIENT, Bus, BusUnreachable, redacted
@@ -26,6 +27,7 @@ from shared.process.embedded_servers import EmbeddedNats, EmbeddedValkey
 from shared.runtime import addresses
 from shared.runtime.errors import ConfigError, MyxoError
 from shared.runtime.safe_text import say
+from shared.schema.ledger import ValuesChanged
 from shared.schema.service_messages import ServiceStatus
 from shared.store.payload_store import Store, StoreUnreachable
 from shared.view.alarms import Alarm, alarms, standing
@@ -33,6 +35,7 @@ from shared.view.flow_history import FlowHistory
 from shared.view.flow_view import FlowReader
 from shared.view.stall import NATS, Away, RunSituation, Stall, StallWatch, reported_wait, watched_stall
 
+Result = TypeVar("Result")
 ANSWER_SECONDS = 5.0  # deadline for an answer of a given NATS or Redis
 
 
@@ -89,11 +92,24 @@ async def check_store(url: str) -> None:
         raise ConfigError("REDIS_URL", redacted(url), f"{error}; {expected}") from error
 
 
-async def refuse_lost(bus: Bus, config: RunConfig) -> None:
-    """Refuses to make a run anew on a bus that has nothing of it, beside its checkpoints. Raises ConfigError."""
+def on_bus(url: str, run: str, work: Callable[[Bus], Awaitable[Result]]) -> Result:
+    """Returns what ``work`` does on the NATS server that a person named. Raises as `connect`, and BusLost."""
+
+    async def connected() -> Result:
+        with told_when_lost():
+            async with contextlib.aclosing(await connect(url, run)) as bus:
+                return await work(bus)
+
+    return asyncio.run(connected())
+
+
+async def make_run(bus: Bus, config: RunConfig, redis_url: str, asked: str = "") -> ValuesChanged | None:
+    """Makes a run as `runs.create` does, by what lies on this machine. Raises ConfigError where the bus has lost it."""
     run = config.run.name
     if not await streams.exists(bus, run) and (lost := RunDirectory(config.run.root).without_streams(run, config)):
         raise ConfigError("run.name", run, lost)
+    tokens, saved = await asyncio.to_thread(vocabulary, config), max(checkpoints(config), default=0)
+    return await runs.create(bus, config, redis_url, tokens, saved, asked)
 
 
 def pinned_config(config: RunConfig, hub: Hub, *, fresh: bool) -> RunConfig:
@@ -104,16 +120,10 @@ def pinned_config(config: RunConfig, hub: Hub, *, fresh: bool) -> RunConfig:
     known = None if fresh else hub_resolve.pins_in(config.run.root)
     url = given_servers().nats_url
     if known is None and not fresh and url is not None:
-        known = asyncio.run(_pins_on_bus(url, config.run.name))
+        known = {}
+        with contextlib.suppress(runs.NoSuchRun):
+            known = hub_resolve.pins(on_bus(url, config.run.name, lambda bus: runs.load(bus, config.run.name)))
     return hub_resolve.pinned(config, known, hub=hub)
-
-
-async def _pins_on_bus(url: str, run: str) -> dict[str, str]:
-    async with contextlib.aclosing(await connect(url, run)) as bus:
-        try:
-            return hub_resolve.pins(await runs.load(bus, run))
-        except runs.NoSuchRun:
-            return {}
 
 
 ALARM_SECONDS = 5.0  # interval at which ledger and events are read and alarms are judged while a run is at work
