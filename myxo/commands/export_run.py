@@ -140,7 +140,7 @@ def _over_frozen(name: str, directory: Path, overrides: flags.Overrides) -> Any:
             raise run_directory.no_such_run(name, directory)
     except ConfigError as error:
         raise ConfigError("RUN", name, f"{error.expected}; nor is there a file {name}, which would be a config") from None
-    values: dict[str, dict[str, Any]] = frozen.model_dump(mode="json")
+    values: dict[str, dict[str, Any]] = run.placed(frozen).model_dump(mode="json")
     if overrides.get("eval", {}).keys() & set(_SETS):
         values["eval"] = {field: value for field, value in values["eval"].items() if field not in _SETS}
     return over(values, overrides)

@@ -90,7 +90,8 @@ def _listed(path: Path) -> dict[str, Any] | None:
     _, reward = max(((one.step, one.value) for one in scalars if one.tag == REWARD), default=(0, None))
     known = bool(of or final_exports(config))  # of demonstrations alone, the export after them tells that they have ended
     finished = step >= of if of else not missing_exports(config)
-    state = "running" if RunDirectory(path).is_held() else "–" if not known else "finished" if finished else "stopped"
+    stopped = "stopped" if (path / "lock").exists() else "–"  # services of `myxo submit` are known to its bus alone
+    state = "running" if RunDirectory(path).is_held() else "–" if not known else "finished" if finished else stopped
     return {"run": path.name, "state": state, "step": step, "of": of, "reward": reward, "at": at}
 
 

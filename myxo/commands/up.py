@@ -344,6 +344,9 @@ def submit(path: Path, arguments: list[str], console: Console) -> int:
     redis_url = given.redis_url
     asyncio.run(check_servers(given, run))
     on_bus(given.nats_url, run, lambda bus: make_run(bus, config, redis_url, asked))
+    with contextlib.suppress(MyxoError, OSError):  # its files need not lie on this machine
+        (directory := RunDirectory(config.run.root)).make(config)
+        directory.freeze(config)
     own = "its own NATS_URL and REDIS_URL (or the files of NATS_URL_FILE and REDIS_URL_FILE)"
     what = own if addresses.has_credentials(given.redis_url) else "NATS_URL"
     lent = [f"MYXO_INSTANCE={instance} python -m services.rollout (lend_gpus)" for instance in devices.lent_instances(config)]

@@ -26,7 +26,6 @@ from shared.model.families import architecture_of
 from shared.process.embedded_servers import EmbeddedNats, EmbeddedValkey
 from shared.runtime import addresses
 from shared.runtime.errors import ConfigError, MyxoError
-from shared.runtime.safe_text import say
 from shared.schema.ledger import ValuesChanged
 from shared.schema.service_messages import ServiceStatus
 from shared.store.payload_store import Store, StoreUnreachable
@@ -198,14 +197,11 @@ async def _reached(run: str, directory: Path, stack: contextlib.AsyncExitStack) 
         stack.enter_context(files.held())
         url, guest_url = _served(EmbeddedNats(files.nats, rights_of(CONSOLE, name)), stack)
     bus = await stack.enter_async_context(contextlib.aclosing(await Bus.connect(url, name="myxo")))
-    return Access(name, await _config(bus, name, files), bus, files, live=servers is not None, guest_url=guest_url)
+    return Access(name, files.placed(await _config(bus, name, files)), bus, files, live=servers is not None, guest_url=guest_url)
 
 
 async def _config(bus: Bus, run: str, files: RunDirectory | None) -> RunConfig:
     """Returns the run's config, by the copy in its directory where the bus's cannot be read. Raises NoSuchRun, UnreadableRun."""
-    copy = None if files is None else runs.frozen(files.root)
-    if files is not None and copy is not None and copy.run.name == run and copy.run.root.resolve() != files.root.resolve():
-        say(f"{files.root} is a copy of {copy.run.root}, which its config names; `myxo move` takes a run to another directory")
     try:
         return await runs.load(bus, run)
     except runs.NoSuchRun as error:

@@ -35,6 +35,7 @@ from shared.config.run_config import RunConfig
 from shared.data.data_files import paths
 from shared.runtime.errors import ConfigError, MyxoError, nearest
 from shared.runtime.safe_files import private_directory, replace_file
+from shared.runtime.safe_text import say
 
 # The names that `--fresh` removes.
 STATE = (
@@ -181,6 +182,18 @@ class RunDirectory:
             replace_file(whole, config.model_dump_json().encode(), mode=0o600)
         replace_file(self.root / runs.FROZEN, f"{shown.model_dump_json(indent=2)}\n".encode())
         return self.root / runs.FROZEN if shown is config else whole
+
+    def placed(self, config: RunConfig) -> RunConfig:
+        """Returns the config of the run whose files lie here with their places, and says so where it names others, as a copy's does. Raises
+        ConfigError for that of a run of another name."""
+        there, here = config.run.root.resolve(), self.root.resolve()
+        if there == here:
+            return config
+        if config.run.name != here.name:
+            raise ConfigError("RUN", str(self.root), runs.files_of_another(self.root, config))
+        say(f"{self.root} is a copy of {config.run.root}, which its config names; `myxo move` takes a run to another directory")
+        saved = {"save": here.parent} if config.trainer.save is not None and config.trained.resolve() == there else {}
+        return config.with_fields(run={"dir": here.parent}, trainer=saved)
 
     def without_streams(self, run: str, config: RunConfig | None) -> str:
         """Returns why a bus may have nothing of a run whose directory this is: it is a copy of another one's, or the bus has lost its data.
