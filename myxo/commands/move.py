@@ -13,6 +13,7 @@ from myxo.commands.command_arguments import add_run
 from myxo.run.run_access import reach, refuse_work
 from myxo.run.run_directory import RunDirectory, find, no_such_run
 from shared.bus import runs
+from shared.config.run_config import RunConfig
 from shared.runtime import exit_codes
 from shared.runtime.errors import ConfigError, MyxoError
 
@@ -43,8 +44,7 @@ def move(run: str, directory: Path, target: Path, console: Console, *, keep: boo
     if goal.exists() or goal.resolve().is_relative_to(source):
         raise ConfigError("DIR", str(target), f"a directory outside of {source}, without {name} in it")
     config = runs.frozen(source)
-    if not (files.nats / "jetstream").is_dir() and not (config is not None and config.debug.trains_only):
-        asyncio.run(_ask_bus(run, directory))  # services of `myxo submit` hold no directory
+    asyncio.run(_ask_bus(run, directory, files, config))
     with files.held():
         stays = {path.name for path in source.iterdir()}.difference(files.state) | {"servers.json"}  # which are of the place
         needed = sum(path.lstat().st_size for path in source.rglob("*") if path.relative_to(source).parts[0] not in stays)
@@ -68,7 +68,9 @@ def move(run: str, directory: Path, target: Path, console: Console, *, keep: boo
     return exit_codes.DONE
 
 
-async def _ask_bus(run: str, directory: Path) -> None:
+async def _ask_bus(run: str, directory: Path, files: RunDirectory, config: RunConfig | None) -> None:
+    if (files.nats / "jetstream").is_dir() or (config is not None and config.debug.trains_only):
+        return  # who works with it holds its directory; services of `myxo submit` do not
     async with reach(run, directory) as access:
         await refuse_work(access)
 

@@ -15,7 +15,7 @@ from myxo.commands.command_arguments import add_json, add_run
 from myxo.display.progress_display import Display, alarm_lines, panel
 from myxo.launch import exit_report
 from myxo.run.run_access import ALARM_SECONDS, Access, RunWatch, reach
-from myxo.run.run_directory import RunDirectory
+from myxo.run.run_directory import READING, RunDirectory
 from shared.bus import runs
 from shared.bus.bus_errors import BUS_ERRORS
 from shared.bus.registry import ENVIRONMENT, Registry
@@ -90,8 +90,9 @@ def _listed(path: Path) -> dict[str, Any] | None:
     _, reward = max(((one.step, one.value) for one in scalars if one.tag == REWARD), default=(0, None))
     known = bool(of or final_exports(config))  # of demonstrations alone, the export after them tells that they have ended
     finished = step >= of if of else not missing_exports(config)
-    stopped = "stopped" if (path / "lock").exists() else "–"  # services of `myxo submit` are known to its bus alone
-    state = "running" if RunDirectory(path).is_held() else "–" if not known else "finished" if finished else stopped
+    at_work = RunDirectory(path).is_held() and READING not in (path / "lock").read_text()
+    stopped = "stopped" if RunDirectory(path).log("launcher").exists() else "–"  # services of `myxo submit` are known to its bus alone
+    state = "running" if at_work else "–" if not known else "finished" if finished else stopped
     return {"run": path.name, "state": state, "step": step, "of": of, "reward": reward, "at": at}
 
 

@@ -410,17 +410,14 @@ def _settle_place(given: CommandLine, fresh: bool) -> None:
     """Gives the run slime's place: its directory lies in ``--save``; a run that lies in ``--load`` already continues there."""
     run, trainer = given.overrides.setdefault("run", {}), given.overrides.get("trainer", {})
     load, save = trainer.get("load"), trainer.get("save")
-    if load is not None and "name" not in run and not fresh and (newest := newest_run(Path(load))) is not None:
-        run |= {"name": newest.name, "dir": str(newest.parent)}
-        given.notes.append(f"--load {load}: the run {newest.name} continues")
+    if load is not None and "name" not in run and not fresh:
+        frozen = [path for path in Path(load).glob(f"*/{runs.FROZEN}") if runs.frozen(path.parent) is not None]
+        if frozen:  # the one whose config was frozen last
+            newest = max(frozen, key=lambda path: path.stat().st_mtime).parent
+            run |= {"name": newest.name, "dir": str(newest.parent)}
+            given.notes.append(f"--load {load}: the run {newest.name} continues")
     if save is not None:
         run.setdefault("dir", save)
-
-
-def newest_run(directory: Path) -> Path | None:
-    """Returns the directory of the run in ``directory`` whose config was frozen last; None where there is none."""
-    frozen = [path for path in directory.glob(f"*/{runs.FROZEN}") if runs.frozen(path.parent) is not None]
-    return max(frozen, key=lambda path: path.stat().st_mtime).parent if frozen else None
 
 
 def _frozen(given: CommandLine) -> dict[str, Any]:

@@ -171,7 +171,9 @@ def text_chart(values: Sequence[float], *, width: int, height: int) -> list[str]
         below = 8 * (height - 1 - line)
         cells = "".join(BLOCKS[min(max(filled - below, 0), 8)] for filled in eighths)
         lines.append(f"{labels.get(line, ''):>{room}} ┤{cells}".rstrip())
-    return [*lines, f"{'':{room}}  {_axis(len(values), len(columns))}"]
+    first, last = "step 1", str(len(values))
+    axis = first if len(values) == 1 else f"{first}{last:>{max(len(columns) - len(first), len(last) + 1)}}"
+    return [*lines, f"{'':{room}}  {axis}"]
 
 
 def _parts(values: Sequence[float], most: int) -> list[Sequence[float]]:
@@ -182,8 +184,3 @@ def _parts(values: Sequence[float], most: int) -> list[Sequence[float]]:
 def _mean(values: Sequence[float]) -> float:
     numbers = [value for value in values if math.isfinite(value)]
     return sum(numbers) / len(numbers) if numbers else math.nan
-
-
-def _axis(steps: int, columns: int) -> str:
-    first, last = "step 1", str(steps)
-    return first if steps == 1 else f"{first}{last:>{max(columns - len(first), len(last) + 1)}}"

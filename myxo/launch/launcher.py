@@ -32,7 +32,7 @@ from shared.config.run_config import RunConfig
 from shared.model.final_exports import missing_exports
 from shared.runtime import exit_codes
 from shared.runtime.addresses import own_address
-from shared.runtime.errors import BadInput, MyxoError, no_room
+from shared.runtime.errors import BadInput, ConfigError, MyxoError, no_room
 from shared.runtime.safe_text import duration, say
 from shared.runtime.tasks import cancelled
 from shared.schema.service_messages import ServiceEvent, ServiceStatus
@@ -210,12 +210,8 @@ async def publish_events(bus: Bus, run: str, events: list[ServiceEvent]) -> None
         events.remove(event)
 
 
-class RunsElsewhere(MyxoError):
-    """Services of this run that another launch started are at work on the given bus."""
-
-
 async def refuse_others(bus: Bus, config: RunConfig, instances: set[str] | None, stopped: Callable[[], bool] = lambda: False) -> None:
-    """Raises RunsElsewhere where services that a launch would start (None: any at all) are at work already.
+    """Raises ConfigError where services that a launch would start (None: any at all) are at work already.
 
     Those of a launch that was killed stay in the registry for a while; they are waited for, unless it is ``stopped``. A buffer elsewhere is
     welcome: of all buffers one is active.
@@ -232,7 +228,7 @@ async def refuse_others(bus: Bus, config: RunConfig, instances: set[str] | None,
     while (found := await others()) and not stopped():
         if time.monotonic() > end:
             who = ", ".join(f"{status.instance} on {status.host} (process {status.pid})" for status in found)
-            raise RunsElsewhere(f"run {config.run.name} has services at work already: {who}; stop them first")
+            raise ConfigError("run.name", config.run.name, f"it has services at work already: {who}; stop them first, or give another name")
         await asyncio.sleep(POLL_SECONDS)
 
 

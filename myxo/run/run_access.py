@@ -13,7 +13,7 @@ from urllib.parse import urlsplit
 import nats.errors
 from redis.exceptions import RedisError
 
-from myxo.run.run_directory import RunDirectory, ServerUrls, checkpoints, find, no_such_run
+from myxo.run.run_directory import READING, RunDirectory, ServerUrls, checkpoints, find, no_such_run
 from shared.accounts.permissions import CONSOLE, OPERATOR, rights_of
 from shared.bus import runs, streams
 from shared.bus.connection import TRANSIENT, Bus, BusUnreachable, redacted
@@ -194,7 +194,7 @@ async def _reached(run: str, directory: Path, stack: contextlib.AsyncExitStack) 
         if not (files.nats / "jetstream").is_dir():
             elsewhere = "if the run is on a NATS server of its own, set NATS_URL"
             raise ConfigError("RUN", run, f"{files.without_streams(name, None) or f'{files.root} holds no streams'}; {elsewhere}")
-        stack.enter_context(files.held())
+        stack.enter_context(files.held(READING))
         url, guest_url = _served(EmbeddedNats(files.nats, rights_of(CONSOLE, name)), stack)
     bus = await stack.enter_async_context(contextlib.aclosing(await Bus.connect(url, name="myxo")))
     return Access(name, files.placed(await _config(bus, name, files)), bus, files, live=servers is not None, guest_url=guest_url)

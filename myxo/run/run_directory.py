@@ -45,6 +45,7 @@ STATE = (
 )
 
 HOLD_SECONDS = 1.0  # time to try for the lock: a command that only checks whether it is held has it for an instant
+READING = ", which reads the run"  # what the lock says of such a holder
 LOG_BYTES, OLDER = 16 << 20, "older"  # of the log of an instance: with the older one it is at most about twice as much
 SNAPSHOT = re.compile(r"v\d{6,}|\.bridges|\.current")  # what a trainer keeps of its snapshots (`shared.transfer.weight_checkpoint`)
 _MARKS = ("lock", "nats", "logs", "rollouts", "servers.json")
@@ -114,8 +115,9 @@ class RunDirectory:
     # --- the lock
 
     @contextlib.contextmanager
-    def held(self) -> Iterator[None]:
+    def held(self, purpose: str = "") -> Iterator[None]:
         """Holds the directory for this process as long as the body runs, or until the process ends. Raises RunHeld, ConfigError.
+        ``purpose``: `READING` where the run is served at rest.
 
         The lock file stays: removing it would let two holders in.
         """
@@ -133,7 +135,7 @@ class RunDirectory:
                     time.sleep(0.05)
             with contextlib.suppress(OSError):  # on a full disk it is held without the name of its holder
                 os.ftruncate(file.fileno(), 0)
-                os.write(file.fileno(), f"process {os.getpid()}".encode())  # nothing is left to be written when it is closed
+                os.write(file.fileno(), f"process {os.getpid()}{purpose}".encode())  # nothing is left to be written when it is closed
             try:
                 yield
             finally:
@@ -278,4 +280,4 @@ def _locked(file: IO[str], kind: int) -> bool:
 
 
 def _is_run(path: Path) -> bool:
-    return any(os.path.exists(path / mark) for mark in _MARKS)  # False where this user may not look into it
+    return any(os.path.exists(path / mark) for mark in _MARKS) or runs.frozen(path) is not None  # neither where it is another user's

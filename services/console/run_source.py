@@ -327,8 +327,9 @@ class RunSource:
     async def _connected(self) -> Bus:
         """Connects, reads the config, and has the bus tell of what is new."""
         assert self._nats_url is not None
-        inbox = self.names.inbox(role_of(self._nats_url, self.run))
-        bus = await Bus.connect(self._nats_url, f"{self.run}/console", LOOK_SECONDS / 2, inbox=inbox)
+        user = urlsplit(self._nats_url.split(",")[0]).username or ""  # of the role whose account it is; else the console's own
+        role = next((role for role in ROLES if user_name(role, self.run) == user), CONSOLE)
+        bus = await Bus.connect(self._nats_url, f"{self.run}/console", LOOK_SECONDS / 2, inbox=self.names.inbox(role))
         try:
             await self._load(bus)
             self._redis_url = self._redis_url or _there(await runs.store_url(bus, self.run))
@@ -378,9 +379,3 @@ class RunSource:
 def _there(url: str | None) -> str | None:
     """Returns the URL of a store; None for a socket that is gone with the run that had it."""
     return None if url is None or (url.startswith("unix:") and not Path(urlsplit(url).path).is_socket()) else url
-
-
-def role_of(url: str, run: str) -> str:
-    """Returns the role whose account a URL names, for its replies' subject; the console's own where it names none of the run's."""
-    user = urlsplit(url.split(",")[0]).username or ""
-    return next((role for role in ROLES if user_name(role, run) == user), CONSOLE)

@@ -500,7 +500,9 @@ class Bus(NatsClient):
         running: set[asyncio.Task[None]] = set()
 
         async def on_message(message: Msg) -> None:
-            if from_stream(message):
+            # what a stream stored has such headers from a direct get, an acknowledgement as its reply from a consumer; no request has
+            headers = message.headers or ()
+            if message.reply.startswith("$JS.ACK.") or "Nats-Stream" in headers or "Nats-Sequence" in headers:
                 self._log.error("request_forged", subject=subject, of=message.subject, next_action="dropped")
                 return
             task = asyncio.create_task(self._answer(message, request, handler))
@@ -567,9 +569,3 @@ class Bus(NatsClient):
                 raise MyxoError(f"the bus has no KV bucket {bucket}: does the run exist there? (`myxo up` makes it)") from error
             self._buckets[bucket] = opened
         return self._buckets[bucket]
-
-
-def from_stream(message: Msg) -> bool:
-    """Returns whether a message is one that a stream stored, delivered by a direct get or a consumer: a client's request has neither the
-    headers of the first nor the acknowledgement of the second as its reply."""
-    return message.reply.startswith("$JS.ACK.") or any(name in (message.headers or ()) for name in ("Nats-Stream", "Nats-Sequence"))

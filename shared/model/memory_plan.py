@@ -147,12 +147,13 @@ def _stage(
     heads = 1 + a.trained_drafts if ends[1] and not value_head else 0
     likelihood = (at_once * rows * width + inputs + 16 * tokens) * heads
     offloaded = int(state * state_bytes * keeping.offload_fraction)
+    lends = all((a.trained_drafts, ends == (False, True), not a.tied_embeddings))  # the first stage, its embedding to the last one's drafts
     return StagePlan(
         stage=stage,
         layers=len(layers),
         parameters=dense + experts + sum(adapters),
         expert_parameters=experts + adapters[1],
-        weights=(dense + experts + sum(adapters) + lent_embedding(a, layout, *ends)) * width,
+        weights=(dense + experts + sum(adapters) + rows * a.hidden_size * lends) * width,
         gradients=sum(trained) * (2 if keeping.main_grads == "bf16" else 4),
         optimizer=state * state_bytes - offloaded,
         activations=saved,
@@ -160,12 +161,6 @@ def _stage(
         working=max(working, (3 if keeping.overlap else 1) * SLICE_BYTES - saved if offloaded else 0),
         host=offloaded,
     )
-
-
-def lent_embedding(a: Architecture, layout: ParallelLayout, first: bool, last: bool) -> int:
-    """Returns the size of the embedding that the first stage lends the last one's draft layers for a step, on a rank."""
-    lent = a.trained_drafts and last and not first and not a.tied_embeddings
-    return layout.padded_vocabulary(a.vocab_size) // layout.tensor * a.hidden_size if lent else 0
 
 
 def stage_parameters(
@@ -204,11 +199,6 @@ def layer_parameters(a: Architecture, layout: ParallelLayout, layer: int, within
     return dense, experts
 
 
-def _choice_bytes(a: Architecture, tokens: int) -> int:
-    """Returns the bytes of the places of the keys that a token attends to; 0 where it attends to all."""
-    return 4 * a.indexer.top_k if a.indexer is not None and tokens > a.indexer.top_k else 0
-
-
 @dataclass(frozen=True)
 class LayerActivations:
     """Bytes that a layer saves for its backward pass, by what saves them.
@@ -228,6 +218,11 @@ class LayerActivations:
     @property
     def total(self) -> int:
         return self.attention + self.core + self.norms + self.mlp + self.act + self.input
+
+
+def _choice_bytes(a: Architecture, tokens: int) -> int:
+    """Returns the bytes of the places of the keys that a token attends to; 0 where it attends to all."""
+    return 4 * a.indexer.top_k if a.indexer is not None and tokens > a.indexer.top_k else 0
 
 
 def layer_activations(a: Architecture, layout: ParallelLayout, layer: int, tokens: int, width: int) -> LayerActivations:

@@ -128,6 +128,7 @@ LONGEST_WORDS = 4000  # Characters of an error's words that are reported
 _ROOT = Path(__file__).parents[2]
 _OURS = tuple(f"{_ROOT / name}{os.sep}" for name in ("services", "shared", "myxo"))
 _PACKAGES = tuple(f"{sysconfig.get_path(name)}{os.sep}" for name in ("purelib", "platlib"))
+_SITES = {"site-packages", "dist-packages"}
 # Where files lie that are Myxo's, packages' and Python's: a user who looks for the own mistake does not look there
 _PYTHONS = tuple(f"{sysconfig.get_path(name)}{os.sep}" for name in ("stdlib", "platstdlib"))
 
@@ -303,7 +304,8 @@ def error_text(error: BaseException, function: object = None) -> str:
     if isinstance(error, SyntaxError) and error.filename and not error.filename.startswith("<"):  # of a file that is imported
         return f"{_path(error.filename)}:{error.lineno}: {type(error).__name__}: {error.msg}"
     frames = [frame for frame in stack if not frame.filename.startswith(("<", *_OURS))]
-    packages = [frame for frame in frames if _is_package(frame.filename)]  # where the function may be of one
+    # where the function may be of one; of a user's or the system's packages, too
+    packages = [one for one in frames if one.filename.startswith(_PACKAGES) or _SITES & {*Path(one.filename).parts}]
     own = [frame for frame in frames if frame not in packages and not frame.filename.startswith(_PYTHONS)] or packages[:1]
     words = error_words(error)
     if not own:
@@ -319,10 +321,6 @@ def _first(error: BaseException) -> tuple[BaseException, traceback.StackSummary]
         error = error.exceptions[0]
         stack = traceback.extract_tb(error.__traceback__) or stack
     return error, stack
-
-
-def _is_package(path: str) -> bool:
-    return path.startswith(_PACKAGES) or not {"site-packages", "dist-packages"}.isdisjoint(Path(path).parts)  # a user's, the system's
 
 
 def is_async(function: object) -> bool:

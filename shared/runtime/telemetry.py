@@ -243,14 +243,10 @@ class Metrics:
         self.values[key] = self.values.get(key, 0.0) + amount
 
     def _metric(self, kind: type[Gauge | Counter], name: str, labels: dict[str, str]) -> Any:
-        legal = _legal(name)  # names that differ in other characters only are one metric
+        # letters beyond ASCII stand as their code points: names that differ only in what is neither letter nor digit are one metric
+        known = (letter if letter.isascii() and letter.isalnum() else f"u{ord(letter):x}" if letter.isalnum() else "_" for letter in name)
+        legal = "".join(known)
         if legal not in self._made:
             check_declared(name, labels, counter=kind is Counter)
             self._made[legal] = kind(f"myxo_{legal}", name, [*self._labels, *labels], registry=self.registry)
         return self._made[legal].labels(**self._labels, **labels)
-
-
-def _legal(name: str) -> str:
-    """Returns a name for Prometheus, in ASCII letters and digits; other letters stand as their code points, so that names stay apart."""
-    known = (letter if letter.isascii() and letter.isalnum() else f"u{ord(letter):x}" if letter.isalnum() else "_" for letter in name)
-    return "".join(known)

@@ -69,12 +69,6 @@ def disk_room(directory: Path | None) -> Room | None:
     return Room(usage.free, usage.total) if usage is not None else None
 
 
-def memory_room() -> Room:
-    """Returns the room in the memory of this machine, or of the container around this process, with swap."""
-    total, free = host_memory()
-    return Room(free, total)
-
-
 LATELY_STEPS = 5  # The newest steps that an alarm judges
 FIRST_STEPS = 10  # The first steps known, which later ones are compared with
 ENTROPY_LEFT = 0.2  # Entropy has collapsed where less than this share of its first value is left, and less than `ENTROPY_LOW` nats a token
@@ -459,6 +453,8 @@ def symptoms(
     window = (now - LATELY_S, now)
     failed = history.failures_since(window[0])
     ended = sum(history.per_minute(end, window) for end in (DROPPED, TRAINED, DEAD))
+    drafts = {event.instance: event for event in history.events if event.what in (SPECULATION_OFF, SPECULATION_ON)}
+    costly = {name: one.detail for name, one in drafts.items() if one.what == SPECULATION_OFF and one.detail.startswith(COSTS)}
     return Symptoms(
         steps=list(history.steps),
         metrics=history.metrics,
@@ -467,17 +463,12 @@ def symptoms(
         restarts={name: (times, failed.errors.get(name, "")) for name, times in failed.restarts.items()},
         dead=[group for group in history.dead if group.at >= window[0]],
         stale_share=history.per_minute(STALE, window) / ended if ended else 0.0,
-        speculation_off=_speculation_off(history),
+        speculation_off=costly,
         away=away,
         disk=disk,
         memory=memory,
         finished=history.finished,
     )
-
-
-def _speculation_off(history: FlowHistory) -> dict[str, str]:
-    newest = {event.instance: event for event in history.events if event.what in (SPECULATION_OFF, SPECULATION_ON)}
-    return {name: event.detail for name, event in newest.items() if event.what == SPECULATION_OFF and event.detail.startswith(COSTS)}
 
 
 def standing(
@@ -487,7 +478,8 @@ def standing(
     without the room of whoever looks. ``directory``: the run's."""
     if not live:
         return replace(symptoms(history, statuses, history.newest, away, None, None), restarts={})
-    return symptoms(history, statuses, time.time(), away, disk_room(directory), memory_room())
+    total, free = host_memory()  # of this machine, or of the container around this process, with swap
+    return symptoms(history, statuses, time.time(), away, disk_room(directory), Room(free, total))
 
 
 def health_view(

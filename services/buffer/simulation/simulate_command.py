@@ -306,8 +306,9 @@ def draw(baseline: Baseline, outcomes: Sequence[PolicyOutcome], path: Path) -> N
             style = {"linestyle": line, "marker": marker, "markersize": 4 + width, "linewidth": width}
             speeds = [outcome.speedup for outcome in ordered]
             drawn = left.plot([outcome.bound for outcome in ordered], speeds, label=setting.name, **style)
-            for parts in (_untrained(outcome) for outcome in ordered if outcome.bound == middle):
-                if any(parts):
+            for outcome in (outcome for outcome in ordered if outcome.bound == middle):
+                shares = zip(outcome.dropped_tokens.by_decile, outcome.masked.by_decile, strict=True)
+                if any(parts := [100 * (1 - (1 - dropped) * (1 - masked)) for dropped, masked in shares]):
                     right.plot(range(1, DECILES + 1), parts, color=drawn[0].get_color(), **style)
         left.set(xticks=bounds, xlabel="bound on staleness (versions)")
         left.set_title("speed-up over the synchronous run", loc="left")
@@ -322,11 +323,6 @@ def draw(baseline: Baseline, outcomes: Sequence[PolicyOutcome], path: Path) -> N
         figure.savefig(path, dpi=150)
     finally:
         pyplot.close(figure)
-
-
-def _untrained(outcome: PolicyOutcome) -> list[float]:
-    shares = zip(outcome.dropped_tokens.by_decile, outcome.masked.by_decile, strict=True)
-    return [100 * (1 - (1 - dropped) * (1 - masked)) for dropped, masked in shares]
 
 
 PROGRAM = "myxo simulate"

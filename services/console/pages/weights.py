@@ -8,7 +8,7 @@ from pydantic import BaseModel
 
 from services.console.run_histories import EventHistory
 from services.console.run_source import RunSource
-from shared.schema.service_messages import ServiceEvent, ServiceStatus
+from shared.schema.service_messages import ServiceStatus
 from shared.schema.weight_messages import ReplicaPush, WeightsPushed
 from shared.view.metric_history import CAUGHT_UP, PushHistory, VersionHistory, gb_per_s
 
@@ -205,12 +205,12 @@ def weight_events(history: PushHistory, limit: int, *, recorded: bool = True) ->
         for part in push.replicas
         if part.failure
     ]
-    found = sorted([*failed, *map(_weight_event, history.events)], key=lambda event: event.at, reverse=True)
+    told = [
+        WeightEvent(at=event.at, who=event.instance, what=event.what.replace("_", " "), text=event.detail, bad=event.what != CAUGHT_UP)
+        for event in history.events
+    ]
+    found = sorted([*failed, *told], key=lambda event: event.at, reverse=True)
     return WeightEvents(events=found[:limit], left_out=max(0, len(found) - limit), recorded=recorded)
-
-
-def _weight_event(event: ServiceEvent) -> WeightEvent:
-    return WeightEvent(at=event.at, who=event.instance, what=event.what.replace("_", " "), text=event.detail, bad=event.what != CAUGHT_UP)
 
 
 # --- routes

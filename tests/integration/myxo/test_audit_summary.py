@@ -12,11 +12,13 @@ from typing import Any
 
 import pytest
 
+from myxo.commands.export_run import config_of
 from myxo.run.run_directory import RunDirectory
 from shared.bus import runs
 from shared.bus.connection import Bus
 from shared.bus.registry import Registry
 from shared.bus.subjects import Subjects
+from shared.config import flags
 from shared.config.run_config import RunConfig
 from shared.data.rollout_files import DIRECTORY, RolloutRecord, path_of
 from shared.process.embedded_servers import EmbeddedNats
@@ -344,6 +346,9 @@ async def test_submit_puts_the_run_on_the_bus(
     assert f"MYXO_RUN={run_name}" in out
     frozen = await runs.load(bus, run_name)
     assert frozen.rollout.num_rollout == 7
+    assert config_of(run_name, frozen.run.dir, flags.read([])).model_dump() == frozen.model_dump(), (
+        "which `myxo export` and `myxo eval` read"
+    )
     assert await runs.store_url(bus, run_name) == given["REDIS_URL"]
     assert await runs.phase(bus, run_name) == runs.RUNNING
     prompts = (config.parent / "prompts.jsonl").rename(config.parent / "away.jsonl")

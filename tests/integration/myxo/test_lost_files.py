@@ -11,11 +11,11 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
+from myxo.commands.export_run import config_of
 from myxo.commands.move import move
 from myxo.commands.up import claimed
-from myxo.launch.launcher import RunsElsewhere
 from myxo.run.run_access import GivenServers
-from myxo.run.run_directory import RunDirectory
+from myxo.run.run_directory import RunDirectory, checkpoints
 from shared.bus import runs
 from shared.bus.connection import Bus
 from shared.bus.registry import Registry
@@ -24,6 +24,7 @@ from shared.config.config_reading import load
 from shared.config.run_config import RunConfig
 from shared.process.embedded_servers import EmbeddedNats, EmbeddedValkey
 from shared.runtime import exit_codes
+from shared.runtime.errors import ConfigError
 from shared.schema.service_messages import ServiceStatus
 from tests.integration.myxo.command import ROOT, Myxo
 from tests.integration.myxo.test_audit_summary import embedded, records, write
@@ -82,7 +83,7 @@ def test_the_files_of_a_run_whose_services_are_at_work_elsewhere_stay(
             while not begin.done():
                 await registry.renew(status)
                 await asyncio.wait([begin], timeout=0.3)
-            with pytest.raises(RunsElsewhere, match="buffer-7 on h"):
+            with pytest.raises(ConfigError, match="buffer-7 on h"):
                 begin.result()
             await registry.renew(status)
             code, _, err = await asyncio.to_thread(myxo.run, "move", config.run.root, tmp_path / "new", environment={"NATS_URL": nats.url})
@@ -122,6 +123,15 @@ def test_a_copied_run_is_known_as_one_and_move_is_named(myxo: Myxo, at_rest: tup
         assert f"{copy} holds the files of run {config.run.name}" in err and "`myxo move`" in err and "makes one" not in err
     elsewhere = config.run.dir / "elsewhere" / config.run.name
     shutil.copytree(config.run.root, elsewhere)
+    later = config.trained / "checkpoints" / "step_00000009"
+    shutil.copytree(later.with_name("step_00000002"), later)
+    found = config_of(str(elsewhere), Path("runs"), flags.read([]))
+    assert (found.trained, checkpoints(found)) == (elsewhere.resolve(), [2]), "the original has gone on"
+    assert checkpoints(config_of(str(config.run.root), Path("runs"), flags.read([]))) == [2, 9]
+    with pytest.raises(ConfigError, match="holds the files of run"):
+        config_of(str(copy), Path("runs"), flags.read([]))
+    code, out, _ = myxo.run("repair", elsewhere)
+    assert code == 0 and "by steps trained: 2\n" in out, "what it would put aside is not the original's"
     code, _, err = myxo.run("status", elsewhere)
     assert code == 0 and f"{elsewhere} is a copy of {config.run.root}" in err and "`myxo move`" in err
 

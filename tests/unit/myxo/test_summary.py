@@ -18,7 +18,7 @@ from rich.console import Console
 from myxo.commands import compare
 from myxo.commands.status import list_runs
 from myxo.launch.exit_report import never_trained, table
-from myxo.run.run_directory import RunDirectory
+from myxo.run.run_directory import READING, RunDirectory
 from shared.config.run_config import RunConfig
 from shared.data.metric_files import METRIC_LINES
 from shared.runtime.errors import ConfigError
@@ -63,12 +63,25 @@ def test_a_list_of_runs_knows_what_is_finished(
     config, output = run_config(tmp_path, **sections), io.StringIO()
     for name in ("tensorboard", "hf") if mark is not None else ("tensorboard",):
         (config.trained / name).mkdir(parents=True)
-    RunDirectory(config.run.root).freeze(config)
+    files = RunDirectory(config.run.root)
+    files.freeze(config)
     (config.trained / "tensorboard" / METRIC_LINES).write_text(json.dumps([5.0, 3, {metric: 0.5}]) + "\n")
     if mark is not None:
         (config.trained / "hf" / "trained.json").write_text(json.dumps({"steps": mark}))
-    assert list_runs(config.run.dir, Console(file=output), True) == 0
-    assert [run["state"] for run in json.loads(output.getvalue())] == [state]
+
+    def listed() -> str:
+        output.truncate(output.seek(0))
+        assert list_runs(config.run.dir, Console(file=output), True) == 0
+        [run] = json.loads(output.getvalue())
+        return run["state"]
+
+    assert listed() == ("–" if state == "stopped" else state), "nothing is known of services of `myxo submit`"
+    files.logs.mkdir()
+    files.log("launcher").touch()
+    with files.held(READING):
+        assert listed() == state, "as by `myxo console`"
+    with files.held():
+        assert listed() == "running"
 
 
 def scored(number: int, rewards: tuple[float, float], oldest: int, started: float, ended: float, tokens: int = 5) -> ScoredGroup:
