@@ -41,8 +41,7 @@ def _nodes(config: RunConfig) -> int:
 def is_first_node(config: RunConfig, rank: int | None) -> bool:
     """Returns whether all services start on this machine but those of further nodes. ``rank``: as `settle_node_rank` takes it."""
     with contextlib.suppress(ConfigError, AttributeError):  # reported as the rank is settled, or by the checks
-        nodes = _nodes(config)
-        rank = node_rank(nodes, of="the run") if rank is None and nodes > 1 else rank
+        rank = node_rank(nodes, of="the run") if rank is None and (nodes := _nodes(config)) > 1 else rank
     return not rank
 
 

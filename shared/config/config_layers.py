@@ -67,8 +67,7 @@ def known_fields(values: dict[str, Any]) -> Known:
             found.problems.append(error)
     elif megatron is not None:
         found.values["trainer"]["megatron"] = megatron  # its field's own check refuses it
-    for name, value in renamed.items():
-        found.values.setdefault(owners[name], {}).setdefault(name, value)
+    found.notes.extend(flag_table.lay_renamed(found.values, owners, renamed))
     return found
 
 

@@ -309,6 +309,15 @@ def translate(path: str, flag: Flag, value: Any, others: Fields) -> Translation:
     return Translation(both, f"{flag.command_line[0]} is {flag.reason}", {flag.variable: str(plain)} if flag.variable else {})
 
 
+def lay_renamed(sections: dict[str, dict[str, Any]], owners: Mapping[str, str], renamed: Fields) -> list[str]:
+    """Puts fields that flags under other names set below those that are given; returns a line for the user of each given otherwise."""
+    notes = []
+    for name, value in renamed.items():
+        if str(given := sections.setdefault(owners[name], {}).setdefault(name, value)) != str(value):
+            notes.append(f"{name} = {shown(given)} is given itself, and counts: {shown(value)}, by a flag under another name, does not")
+    return notes
+
+
 @cache
 def catalogue() -> dict[str, Flag]:
     """Returns every flag of Megatron's by its name."""

@@ -96,8 +96,7 @@ def read(arguments: list[str]) -> CommandLine:
             last = " ".join([value, *words[1:]]).strip()
             given.notes.append(f"{key} is given twice: {last or flag} counts, the last")
         seen[key] = words
-    for name, renamed in given.renamed.items():
-        given.overrides.setdefault(owners[name], {}).setdefault(name, renamed)
+    given.notes += flag_table.lay_renamed(given.overrides, owners, given.renamed)
     return given
 
 

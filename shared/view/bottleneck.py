@@ -153,9 +153,8 @@ def _trainer_waits(load: Workload, config: RunConfig) -> tuple[Bottleneck, list[
         case _:
             awaited, remedies = "its batch to be formed and read", _for_reading()
     share = parts[largest]
-    return Bottleneck(
-        f"The trainer waits {_percent(share)} of the time for {awaited}{_rest(load.waiting - share)}.", (), "trainer", awaited, share
-    ), remedies
+    rest = f", and {_percent(load.waiting - share)} for others" if load.waiting - share >= LITTLE else ""
+    return Bottleneck(f"The trainer waits {_percent(share)} of the time for {awaited}{rest}.", (), "trainer", awaited, share), remedies
 
 
 def _for_rollout(load: Workload, config: RunConfig) -> list[_Remedy]:
@@ -255,10 +254,6 @@ HARDWARE = frozenset({AlarmKind.NOT_FINITE, AlarmKind.SAME_REWARD, AlarmKind.NO_
 
 def _percent(share: float) -> str:
     return f"{100 * share:.0f} %"
-
-
-def _rest(share: float) -> str:
-    return f", and {_percent(share)} for others" if share >= LITTLE else ""
 
 
 def _names(names: Sequence[str]) -> str:

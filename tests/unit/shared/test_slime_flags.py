@@ -8,6 +8,7 @@ import pytest
 from myxo.commands.evaluate import evaluating
 from myxo.run import config_toml
 from shared.config import flag_table, flags
+from shared.config.config_layers import known_fields
 from shared.config.config_reading import parse, read
 from shared.config.run_config import field_sections
 from shared.runtime.errors import ConfigError
@@ -88,6 +89,14 @@ def test_the_last_of_a_flag_given_twice_counts_and_that_is_told() -> None:
     assert flags.read(["--colocate", "--no-colocate"]).notes == ["--colocate is given twice: --no-colocate counts, the last"]
     hooks = flags.read(["--rollout-sample-hook-path", "a:f", "--rollout-sample-hook-path=b.g", "--rollout-sample-hook-path", "c:h", "d:i"])
     assert (hooks.overrides, hooks.notes) == ({"rollout": {"rollout_sample_hook_path": ["a:f", "b.g", "c:h", "d:i"]}}, [])
+
+
+def test_a_flag_under_another_name_that_loses_to_the_field_is_said_to() -> None:
+    said = "train_dtype = float32 is given itself, and counts: bfloat16, by a flag under another name, does not"
+    given = flags.read(["--bf16", "--train-dtype", "float32"])
+    assert given.overrides == {"trainer": {"train_dtype": "float32"}} and said in given.notes
+    assert said in known_fields({"trainer": {"bf16": True, "train_dtype": "float32"}}).notes
+    assert not any("counts" in note for note in flags.read(["--bf16", "--train-dtype", "bfloat16"]).notes)
 
 
 def test_an_engines_flag_takes_several_values() -> None:
