@@ -109,8 +109,9 @@ def examine_packages(_: Path) -> Iterator[Diagnosis]:
     for package in OWN_PACKAGES:
         if importlib.util.find_spec(package) is None:
             faults += 1
-            remedy = f"pip install --no-deps {pinned(package)}"
-            yield Diagnosis("packages", "fault", f"{package} is not installed; it is for engines", remedy)
+            yield Diagnosis(
+                "packages", "fault", f"{package} is not installed; it is for engines", f"pip install --no-deps {pinned(package)}"
+            )
     if not faults:
         yield Diagnosis("packages", "ok", f"myxo {importlib.metadata.version('myxo')} and all that it needs")
 

@@ -407,9 +407,7 @@ async def _opened(url: str, run: str | None, stack: contextlib.AsyncExitStack) -
         found = environment_url.parse(url)
     except ValueError as error:
         raise ConfigError("URL", url.rpartition("@")[2], str(error)) from None
-    bus = None
-    if found.responder:
-        bus = await _bus(run, stack, "for nats:NAME", "the run's id, lower-case letters, digits, '-' and '_'")
+    bus = await _bus(run, stack, "for nats:NAME", "the run's id, lower-case letters, digits, '-' and '_'") if found.responder else None
     environment = open_environment("under check", url, bus, run or "")
     stack.push_async_callback(environment.close)
     return environment

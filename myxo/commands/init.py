@@ -158,8 +158,9 @@ def declare(command: argparse.ArgumentParser) -> None:
     command.add_argument("data", metavar="DATA", help="a file of prompts, or hf:ORG/NAME:SPLIT")
     command.add_argument("-o", "--output", type=Path, help="the config's file (default: NAME.toml)")
     command.add_argument("--name", help="the run's name (default: the model's)")
-    command.add_argument("--rm-type", help="the reward, instead of a guess by the answers (docs/rewards.md)")
-    command.add_argument("--custom-rm-path", metavar="MODULE:FUNCTION", help="a reward function of your own")
+    reward = command.add_mutually_exclusive_group()
+    reward.add_argument("--rm-type", help="the reward, instead of a guess by the answers (docs/rewards.md)")
+    reward.add_argument("--custom-rm-path", metavar="MODULE:FUNCTION", help="a reward function of your own")
     command.add_argument("--force", action="store_true", help="write over a file that is there")
     command.set_defaults(run_command=_run)
 

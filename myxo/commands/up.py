@@ -184,6 +184,8 @@ def add_dry_run(command: argparse.ArgumentParser) -> None:
 
 def dry_run(parsed: argparse.Namespace) -> DryRun | None:
     """Returns what a command line asks for in the place of a run; None: the run."""
+    if parsed.no_try and not (parsed.dry_run or parsed.print_config):
+        say("myxo: --no-try changes nothing without --dry-run or --print-config")
     return DryRun(parsed.print_config, not parsed.no_try) if parsed.dry_run or parsed.print_config else None
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 import shared
-from myxo.commands.up import leading
+from myxo.commands.up import dry_run, leading
 from myxo.main import COMMANDS, NEAR_WORDS, main, parse
 from shared.config import flags
 from shared.runtime import exit_codes
@@ -55,6 +55,14 @@ def test_the_value_of_a_flag_is_no_path_before_it() -> None:
         parsed = parse(["quickstart", *words.split()])
         assert leading(parsed.flags) == (path, ["--num-rollout", "5"] if "5" in words else []), words
     assert leading(parse(["doctor", "--lr", "1e-5", "--json"]).flags) == (None, ["--lr", "1e-5"])
+
+
+def test_what_would_be_taken_without_effect_is_refused_or_noted(capsys: pytest.CaptureFixture[str]) -> None:
+    code, _, err = said(capsys, "init", "model", "data.jsonl", "--rm-type", "math", "--custom-rm-path", "my:score")
+    assert code == BAD_INPUT and "not allowed with argument --rm-type" in err
+    for words, note in ((["--no-try"], True), (["--no-try", "--dry-run"], False), ([], False)):
+        dry_run(parse(["up", "run.toml", *words]))
+        assert ("--no-try changes nothing" in capsys.readouterr().err) == note
 
 
 def test_near_words_lead_to_commands_that_are_there(capsys: pytest.CaptureFixture[str]) -> None:
