@@ -109,9 +109,8 @@ def examine_packages(_: Path) -> Iterator[Diagnosis]:
     for package in OWN_PACKAGES:
         if importlib.util.find_spec(package) is None:
             faults += 1
-            yield Diagnosis(
-                "packages", "fault", f"{package} is not installed; it is for engines", f"pip install --no-deps {pinned(package)}"
-            )
+            remedy = f"pip install --no-deps {pinned(package)}"
+            yield Diagnosis("packages", "fault", f"{package} is not installed; it is for engines", remedy)
     if not faults:
         yield Diagnosis("packages", "ok", f"myxo {importlib.metadata.version('myxo')} and all that it needs")
 
@@ -136,9 +135,8 @@ def cuda_of(version_file: Path) -> str | None:
 
 
 def _of_extra(requirement: Requirement, extra: str) -> bool:
-    if (marker := requirement.marker) is None:
-        return extra == ""
-    return bool(extra) and marker.evaluate({"extra": extra}) and not marker.evaluate({"extra": ""})
+    marker = requirement.marker
+    return extra == "" if marker is None else bool(extra) and marker.evaluate({"extra": extra}) and not marker.evaluate({"extra": ""})
 
 
 def _problem(requirement: Requirement) -> str:

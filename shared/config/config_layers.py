@@ -157,10 +157,9 @@ class Layers:
         except (tomllib.TOMLDecodeError, UnicodeDecodeError, OSError) as error:
             raise ConfigError(key, given or str(path), f"not a readable TOML file: {error}{_toml_line(error, path)}{where}") from None
         chain = (*above, path)
-        given_bases = values.pop(BASE, [])
-        bases = given_bases if isinstance(given_bases, list) else [given_bases]
+        bases = named if isinstance(named := values.pop(BASE, []), list) else [named]
         if not all(isinstance(base, str) and base for base in bases):
-            raise ConfigError(BASE, given_bases, f"the path of a TOML file, relative to {path.parent}, or a list of such paths")
+            raise ConfigError(BASE, named, f"the path of a TOML file, relative to {path.parent}, or a list of such paths")
         for base in bases:
             target = path.parent / base
             if target.resolve() in [file.resolve() for file in chain]:
