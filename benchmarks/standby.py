@@ -147,7 +147,7 @@ async def replayed(bus: Bus, config: RunConfig) -> float:
         raise AssertionError("nothing is written here")
 
     start = time.monotonic()
-    await LedgerWriter(bus, config.run.name, allowed, lambda state, record: None).recover()
+    await LedgerWriter(bus, config.run.name, allowed, lambda state, record: None).follow()
     return time.monotonic() - start
 
 

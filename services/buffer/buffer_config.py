@@ -30,7 +30,7 @@ class BufferConfig:
     active_since: float = 0.0
     has_critic: bool = False
     longest_sample: int = 1 << 31
-    message_bytes: int = 1_000_000
+    message_bytes: int = 8_000_000
     rollout_only: bool = False
     named_rewards: bool = False
     eval_function: bool = False

@@ -279,14 +279,14 @@ class Buffer:
 
     async def _recover(self) -> None:
         """Reads the state from the ledger, and repeats actions that a killed predecessor may have missed: tasks, freeing, the run's end."""
-        self._state, released = await self._ledger.recover()
-        state = self._state
+        await self._ledger.follow()
+        state = self._state = self._ledger.state
         begun, now = bool(state.admitted or state.evaluations or state.evaluated), time.time()
         # of a changed file: what a stopped replica hands on continues the prompt that the group's number stood for
         anew = [] if self._prompts.drawn else [policy.requeue(group, "changed data", now) for group in state.outstanding]
         await check_data(self._service, self._prompts.fingerprints, partial(self._record, anew), begun=begun)
         self._keeper.take(perhaps_not_kept(state, self._recent, time.time()))
-        self._keeper.release(reversed(released))  # what was let go last is likeliest to be there
+        self._keeper.release(reversed(self._ledger.released))  # what was let go last is likeliest to be there
         show_evaluations(self._service, state.evaluated.values())
         self._log.info("recovered", admitted=state.admitted, trained=state.trained, in_flight=state.in_flight)
         self._tasks.outstanding(state, self._limits)

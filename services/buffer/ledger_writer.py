@@ -115,29 +115,24 @@ class LedgerWriter:
     ) -> None:
         self._bus, self._subjects, self._allowed, self._read = bus, Subjects(run), allowed, read
         self._stream = self._subjects.ledger_stream
-        self._state = BufferState()
-        self._trial = Trial(self._state)
-        self._released: deque[str] = deque(maxlen=RELEASED_AGAIN)
+        self.state = BufferState()
+        self._trial = Trial(self.state)
+        self.released: deque[str] = deque(maxlen=RELEASED_AGAIN)  # The payload keys that the records read so far let go last
         self.last = 0  # The sequence of the last record that was read or appended
         self.behind = 0  # How many records are still to be read, the present one among them, while the ledger is read
 
     async def follow(self) -> None:
-        """Reads the records that were added to the ledger since the last time."""
+        """Reads the records that were added to the ledger since the last time, to its end, and folds them into ``state``."""
         newest = await streams.last_sequence(self._bus, self._stream)
         if newest <= self.last:
             return
         async for sequence, record in streams.read(self._bus, self._stream, LedgerRecord, after=self.last):
             self.behind = newest - sequence + 1
-            self._read(self._state, record)
+            self._read(self.state, record)
             self._trial.follow(record)
             self.last = sequence
-            self._released.extend(self._state.released)
+            self.released.extend(self.state.released)
         self.last = max(self.last, newest)  # a stream that was emptied has a last sequence all the same
-
-    async def recover(self) -> tuple[BufferState, list[str]]:
-        """Reads the ledger to its end; returns the state, and the payload keys that its records let go last."""
-        await self.follow()
-        return self._state, [*self._released]
 
     def tried(self, records: Iterable[LedgerRecord]) -> Iterator[LedgerEntry]:
         """Yields what is to be appended for these records and then folded into the state, one after the other. Raises BadRecord."""

@@ -81,14 +81,9 @@ class OutcomeConsumer:
         if isinstance(outcome, Failed) and is_evaluation(outcome.group):  # it ends without rewards, and no one is at fault
             await self.settle([outcome.model_copy(update={"reason": PAYLOAD_LOST})])
             return True
-        decided: list[LedgerRecord] = []
-
-        def decide() -> Sequence[LedgerRecord]:
-            decided.extend(batch_repair.lost_failed(self._state, outcome, time.time()))
-            return decided
-
-        await self._decide(decide)
-        return bool(decided)
+        await self._decide(lambda: batch_repair.lost_failed(self._state, outcome, time.time()))
+        group = self._state.groups.get(outcome.group)
+        return group is not None and group.attempt > outcome.attempt
 
     async def _misplaced(self, lease: MessageLease[Outcome]) -> bool:
         """Returns whether an outcome came from somebody who may not report it; it is then gone from the queue."""

@@ -71,10 +71,9 @@ class DeadGroups:
         """Returns why the run has to stop, once ``limit`` groups (0: never) have ended dead in a row."""
         if not limit or max(self.in_a_row, self.refused) < limit:
             return None
-        reason = failure_summary.short(self.reason)
-        if self.refused >= limit:
-            return f"the trainer refused {self.refused} groups for one step (rollout.max_dead_in_a_row = {limit}), the last one: {reason}"
-        return f"{self.in_a_row} groups in a row failed (rollout.max_dead_in_a_row = {limit}), the last one: {reason}"
+        refused = self.refused >= limit
+        what = f"the trainer refused {self.refused} groups for one step" if refused else f"{self.in_a_row} groups in a row failed"
+        return f"{what} (rollout.max_dead_in_a_row = {limit}), the last one: {failure_summary.short(self.reason)}"
 
     def _forget(self, now: float) -> None:
         while self._ended and self._ended[0] < now - RATE_SECONDS:

@@ -329,7 +329,7 @@ def _environment(names: Subjects) -> BusRights:
 RUN_ACCOUNT = "run"  # the NATS account of the streams, where whoever made the server or operates the run connects
 _STREAMED = (f"{API}.CONSUMER.MSG.NEXT.{REST}", f"{API}.DIRECT.GET.{REST}")  # requests that are answered by several messages
 _PENDING = "1h"  # time for which NATS remembers to whom an answer goes: longer than any request waits
-MAX_PAYLOAD = 1 << 20  # largest message in bytes, headers included: NATS's own default. Payloads are in Redis.
+MAX_PAYLOAD = 8 << 20  # largest message in bytes, headers included: as much as NATS advises. A batch's references are one message.
 MEMORY = "2gb"  # memory of Redis, unless `myxo accounts` is given another
 KEY, CERTIFICATE = "key.pem", "certificate.pem"  # names of a server's own TLS files, beside its config
 TLS_SECONDS = 5  # seconds that a client may take for the handshake

@@ -18,8 +18,10 @@ from shared.config.run_config import RunConfig, changes, unsound
 from shared.runtime import addresses
 from shared.runtime.errors import INFRASTRUCTURE, BadInput, BadMessage, ConfigError, raise_problems
 from shared.runtime.safe_text import say
-from shared.schema.ledger import BatchFormed, BatchTrained, CheckpointDurable, LedgerRecord, RunFinished, ValuesChanged
+from shared.schema import codec
+from shared.schema.ledger import BatchFormed, BatchTrained, CheckpointDurable, LedgerRecord, RunFinished, ValuesChanged, group_id
 from shared.schema.message import REASON_LENGTH
+from shared.schema.messages import BatchGroup, Payload
 from shared.schema.service_messages import VALUES_CHANGED, ServiceEvent
 from shared.schema.weight_messages import WeightsLive, WeightsSnapshot
 
@@ -60,8 +62,9 @@ async def create(
         saved: steps of the newest checkpoint that is seen here, where the ledger may not know it yet.
         asked: digest of the values that were asked for, by which `is_made` knows them.
 
-    Raises ConfigError if a field differs that may not change, Problems for several.
+    Raises ConfigError if a field differs that may not change, or no batch fits a message, Problems for several.
     """
+    _refuse_batches(bus, config)
     await streams.create(bus, config)
     bucket = Subjects(config.run.name).config_bucket
     changed = None
@@ -83,6 +86,15 @@ async def create(
         await set_phase(bus, config.run.name, RUNNING)
     await bus.put(bucket, _ASKED, asked.encode())
     return changed
+
+
+def _refuse_batches(bus: Bus, config: RunConfig) -> None:
+    """Raises ConfigError where the references of a batch are over the server's limit even if its groups take as little as they can."""
+    rollout, size = config.rollout, config.rollout.rollout_batch_size
+    group = BatchGroup(group=group_id(0), payload=Payload(keys=["k"], bytes=0), rewards=[0.0] * rollout.fewest_rollouts)
+    if rollout.num_rollout and size > (most := bus.message_limit // len(codec.pack(group.model_dump()))):
+        why = f"at most {most} with n_samples_per_prompt = {rollout.n_samples_per_prompt}: a batch's references are one message"
+        raise ConfigError("rollout.rollout_batch_size", size, f"{why}, and the NATS server's max_payload is {bus.connection.max_payload}")
 
 
 async def is_made(bus: Bus, run: str, asked: str) -> bool:

@@ -35,7 +35,7 @@ from nats.js.api import (
 from nats.js.errors import BadRequestError, NotFoundError
 
 from shared.bus.bus_errors import ATTEMPT_SECONDS, RETRY_PAUSE, TRANSIENT, StreamFull
-from shared.bus.connection import Bus
+from shared.bus.connection import NO_RESPONDERS, Bus
 from shared.bus.subjects import EVAL, TRAIN, Subjects
 from shared.config.run_config import RunConfig
 from shared.config.service_sections import BusSection
@@ -208,7 +208,6 @@ async def exists(bus: Bus, run: str, deadline: float = 15.0) -> bool:
 Entry = TypeVar("Entry", bound=Message)
 FETCH = 256  # Messages of one direct get
 SEQUENCE, PENDING, STATUS = "Nats-Sequence", "Nats-Num-Pending", "Status"
-NO_RESPONDERS = "503"
 
 
 async def last_sequence(bus: Bus, stream: str, deadline: float = 30.0) -> int:

@@ -28,7 +28,7 @@ from shared.schema.messages import Failed, Message, failure_of
 Work = TypeVar("Work", bound=Message)
 GiveUp = Callable[[Failed], Awaitable[None]]
 FETCH_SECONDS = 1.0  # The seconds that one pull waits at the server; a worker checks at least this often whether it is to stop
-FETCH_BYTES = 4 << 20  # The most bytes that one pull returns
+FETCH_BYTES = 4 << 20  # The most bytes that one pull returns, beside one message of any size: a server delivers none that is larger
 
 
 class MessageLease(Generic[Work]):
@@ -164,7 +164,7 @@ class Pull:
         self._subscription: Subscription | None = None
 
     async def fetch(self, most: int, seconds: float) -> list[Msg]:
-        """Returns up to ``most`` messages, of `FETCH_BYTES` in all: the available ones, else the first that arrives within ``seconds``.
+        """Returns up to ``most`` messages, within its bytes: the available ones, else the first that arrives within ``seconds``.
 
         Where it is cancelled, messages that have come, or that come, go back to the queue.
         """
@@ -199,7 +199,7 @@ class Pull:
     async def _request(self, batch: int, expires: float | None, seconds: float) -> None:
         self._requests += 1
         reply = f"{self._inbox}.{self._requests}"
-        request: dict[str, object] = {"batch": batch, "max_bytes": FETCH_BYTES}
+        request: dict[str, object] = {"batch": batch, "max_bytes": FETCH_BYTES + self._connection.max_payload}
         request |= {"no_wait": True} if expires is None else {"expires": int(expires * 1e9)}
         await self._connection.publish(self.request_subject, json.dumps(request).encode(), reply)
         whole = len(self._got) + batch
@@ -210,4 +210,4 @@ class Pull:
                     if not message.subject.startswith(self._inbox):
                         self._got.append(message)
                     elif message.subject == reply:
-                        break  # the end of this request: no more messages, expired, or `FETCH_BYTES` reached
+                        break  # the end of this request: no more messages, expired, or its bytes reached

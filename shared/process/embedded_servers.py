@@ -17,7 +17,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterable
 from pathlib import Path
 
-from shared.accounts.permissions import RUN_ACCOUNT, Rights, nats_accounts, nats_user, redis_user
+from shared.accounts.permissions import MAX_PAYLOAD, RUN_ACCOUNT, Rights, nats_accounts, nats_user, redis_user
 from shared.process.child_process import ChildProcess, ProcessEnded
 from shared.runtime.errors import ConfigError, DeadlineExceeded, MyxoError
 from shared.runtime.host import host_memory
@@ -188,7 +188,7 @@ class EmbeddedNats(EmbeddedServer):
             (data / "$G").rename(data / RUN_ACCOUNT)
         config.touch(mode=0o600)
         config.write_text(
-            f"listen: 127.0.0.1:{self.port}\n"
+            f"listen: 127.0.0.1:{self.port}\nmax_payload: {MAX_PAYLOAD}\n"
             # each stream has a bound of its own; the server's default, three quarters of what is free at its start, never grows again
             f"jetstream {{ store_dir: {_quoted(self.directory / 'jetstream')}, max_file_store: {FILE_STORE_BYTES},"
             f" sync_interval: {self._sync} }}\n"

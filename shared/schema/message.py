@@ -16,12 +16,12 @@ from shared.runtime.errors import BadMessage
 from shared.schema import codec
 
 LARGEST = (1 << 31) - 1  # The largest version, step, attempt, index and token id
-MAX_SAMPLES = 4096  # The most samples of a group: each takes about 120 bytes of a record, and the bus takes messages of 1 MiB
+MAX_SAMPLES = 4096  # The most samples of a group: each takes about 120 bytes of a record, and some servers take messages of 1 MiB
 MAX_KEYS = 1024  # The most blobs of a group
 MAX_SPANS = 1024  # The most weight versions that the trained tokens of one sample are of
 MAX_PARTS, MAX_NAME = 64, 64  # The most named rewards of a sample, and the most characters of such a name
 LARGEST_REWARD = 1e9  # Of a reward's absolute value: its square is still a float32
-MAX_PROMPT_BYTES = 7 << 17  # Of a prompt with its token ids: an eighth of the 1 MiB that the bus takes is left for the rest of the task
+MAX_PROMPT_BYTES = 7 << 17  # Of a prompt with its token ids: an eighth of the 1 MiB that some servers take is left for the rest of the task
 REASON_LENGTH = 1000  # The characters after which a reason is cut
 MAX_GAUGES = 512  # The most gauges of a status
 _VISIBLE = r"^\P{C}+$"  # no control or format characters, no surrogates

@@ -4,6 +4,7 @@ from typing import Any
 
 import pytest
 
+from shared.bus.connection import SIZE_MARGIN, Bus
 from shared.bus.registry import Registry
 from shared.bus.subjects import REWARD
 from shared.schema import codec
@@ -20,6 +21,12 @@ from tests.support.waiting import until
 def altered(message: Message, **fields: Any) -> bytes:
     """The bytes of a message whose fields nobody has checked."""
     return codec.pack({"schema": SCHEMA, "kind": type(message).__name__, **message.model_dump(), **fields})
+
+
+@pytest.fixture
+def small_messages(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The buffer's messages are bound as on a server with NATS's own default."""
+    monkeypatch.setattr(Bus, "message_limit", (1 << 20) - 2 * SIZE_MARGIN)
 
 
 async def taken(player: Player, count: int) -> list[Scored]:
@@ -124,14 +131,14 @@ async def test_only_blobs_of_its_own_attempt_are_taken_from_an_outcome(served: S
 
 
 @pytest.mark.extra(each=True)
-async def test_a_backlog_of_named_rewards_is_divided_over_records(served: Served) -> None:
+async def test_a_backlog_of_named_rewards_is_divided_over_records(small_messages: None, served: Served) -> None:
     count = 40
     player = await served(rollout={"rollout_batch_size": count, "n_samples_per_prompt": 8})
     await player.live(0)
     groups = await taken(player, count)
     parts = tuple({f"{'x' * 58}{part:02}": 0.5 for part in range(64)} for _ in range(8))
     said = {f"{scored.group}.0": scored.model_copy(update={"parts": parts}) for scored in groups}
-    assert sum(len(message.encode()) for message in said.values()) > player.bus.connection.max_payload
+    assert sum(len(message.encode()) for message in said.values()) > player.bus.message_limit
     await player.bus.publish_all(player.names.scored(REWARD), said)
     batch = await player.batch(0)
     assert len(batch.groups) == count and len(batch.parts) == 64
@@ -139,7 +146,7 @@ async def test_a_backlog_of_named_rewards_is_divided_over_records(served: Served
 
 
 @pytest.mark.extra(each=True)
-async def test_a_group_too_large_for_a_record_is_dead(served: Served) -> None:
+async def test_a_group_too_large_for_a_record_is_dead(small_messages: None, served: Served) -> None:
     """Whole numbers take a byte each on their way in, and nine as floats in the ledger."""
     player = await served(rollout={"rollout_batch_size": 1, "n_samples_per_prompt": 600})
     await player.live(0)
@@ -154,7 +161,7 @@ async def test_a_group_too_large_for_a_record_is_dead(served: Served) -> None:
 
 
 @pytest.mark.extra(each=True)
-async def test_groups_too_large_for_the_message_of_their_batch_are_dead(served: Served) -> None:
+async def test_groups_too_large_for_the_message_of_their_batch_are_dead(small_messages: None, served: Served) -> None:
     player = await served(rollout={"rollout_batch_size": 5})
     await player.live(0)
     for scored in await taken(player, 5):

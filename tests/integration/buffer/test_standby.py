@@ -48,8 +48,9 @@ async def test_a_successor_frees_again_what_many_records_let_go(new_run: NewRun)
     async def allowed() -> None:
         raise AssertionError("nothing is written here")
 
-    _, released = await LedgerWriter(player.bus, player.names.run, allowed, lambda state, record: None).recover()
-    assert released == keys
+    writer = LedgerWriter(player.bus, player.names.run, allowed, lambda state, record: None)
+    await writer.follow()
+    assert [*writer.released] == keys
 
 
 async def play_to_the_end(player: Player, step: int) -> None:

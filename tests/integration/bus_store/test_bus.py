@@ -220,7 +220,7 @@ async def echo(request: BatchRequest) -> Message:
     if request.step == 3:
         await asyncio.sleep(30)
     if request.step == 4:
-        return wide(2 << 20)
+        return wide(9 << 20)
     return Durable(steps=request.step)
 
 
@@ -251,7 +251,7 @@ async def test_a_bug_in_a_handler_is_answered_and_the_next_request_served(bus: B
 
 
 async def test_an_answer_too_large_for_the_bus_is_told(bus: Bus, asked: str) -> None:
-    with pytest.raises(RequestRefused, match=r"20\d+ bytes for an answer on .* are over the bus's limit"):
+    with pytest.raises(RequestRefused, match=r"94\d+ bytes for an answer on .* are over the bus's limit"):
         await bus.request(asked, BatchRequest(step=4, version=0), Durable, deadline=30, awaited_from="the echo")
 
 

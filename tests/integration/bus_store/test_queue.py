@@ -100,7 +100,7 @@ async def test_work_is_leased_once_and_gone_when_done(bus: Bus, consumer: Consum
 
 
 async def test_a_fetch_is_bound_by_bytes(bus: Bus, consumer: Consumer, queue: WorkQueue[Outcome]) -> None:
-    payload, most = Payload(keys=["k" * 320] * 1000, bytes=1), FETCH_BYTES // 320_000
+    payload, most = Payload(keys=["k" * 320] * 1000, bytes=1), (FETCH_BYTES + bus.connection.max_payload) // 320_000
     for number in range(2 * most):
         await bus.publish(consumer.subject, Failed(group=f"g{number}", attempt=0, reason="x", by="r", payload=payload))
     groups: list[str] = []
@@ -111,6 +111,15 @@ async def test_a_fetch_is_bound_by_bytes(bus: Bus, consumer: Consumer, queue: Wo
             groups.append(lease.message.group)
             await lease.ack()
     assert groups == [f"g{number}" for number in range(2 * most)]
+
+
+async def test_a_message_as_large_as_the_server_takes_is_delivered(bus: Bus, consumer: Consumer, queue: WorkQueue[Outcome]) -> None:
+    await bus.publish(consumer.subject, bytes(bus.message_limit))
+
+    async def gone() -> bool:
+        return await queue.fetch(1) == [] and await queue.depth() == (0, 0)  # it is none that can be read
+
+    await until(gone, "its delivery")
 
 
 async def test_two_workers_share_the_work(bus: Bus, nats: EmbeddedNats, consumer: Consumer, queue: WorkQueue[Outcome]) -> None:

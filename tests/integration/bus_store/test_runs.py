@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from shared.bus import runs
+from shared.bus import runs, streams
 from shared.bus.connection import Bus
 from shared.bus.registry import Registry
 from shared.bus.subjects import Subjects
@@ -84,6 +84,16 @@ async def test_an_end_before_a_batch_that_is_formed_is_refused(bus: Bus, run_nam
     await runs.create(bus, config(4), None)
     await runs.append(bus, run_name, BatchFormed(step=4, version=4, groups=["g00000001"], at=1.0))
     await runs.create(bus, config(4), None)  # an earlier release let it end so: it can still be asked for
+
+
+async def test_a_batch_that_no_message_can_hold_is_refused(bus: Bus, run_name: str, tmp_path: Path) -> None:
+    def config(batch: int, **rollout: int) -> RunConfig:
+        return run_config(tmp_path, run={"name": run_name}, rollout={"rollout_batch_size": batch, **rollout})
+
+    with pytest.raises(ConfigError, match=r"rollout.rollout_batch_size = 65536: at most \d{5} with n_samples_per_prompt = 64: a batch's"):
+        await runs.create(bus, config(65536, n_samples_per_prompt=64), None)
+    assert not await streams.exists(bus, run_name)
+    await runs.create(bus, config(8192, n_samples_per_prompt=64), None)  # some rollouts may fail
 
 
 async def test_a_value_of_the_training_changes_on_the_record_or_not_at_all(bus: Bus, run_name: str, tmp_path: Path) -> None:
