@@ -150,8 +150,8 @@ class RunDirectory:
             return False
 
     def at_rest_without_streams(self) -> bool:
-        """Returns whether nothing but files is left of the run here: no streams on disk, and no process that serves some."""
-        return not self.is_held() and not (self.nats / "jetstream").is_dir()
+        """Returns whether nothing but files is left of the run here: no streams on disk, and no process that serves some to this user."""
+        return self.servers() is None and not (self.nats / "jetstream").is_dir()
 
     # --- state
 

@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from myxo.run.run_directory import RunDirectory
+
 SCRIPT = Path(__file__).resolve().parents[3] / "deploy" / "slurm" / "run.sbatch"
 
 
@@ -36,6 +38,17 @@ def ran(words: str, **environment: object) -> subprocess.CompletedProcess[str]:
 def test_services_of_a_node_share_no_port(tmp_path: Path) -> None:
     words = 'keep() { echo "$MYXO_HTTP"; }; service 0 buffer buffer-0 - services.buffer; service 0 reward reward-0 - services.reward'
     assert ran(words, MYXO_HTTP="0.0.0.0:9464", MYXO_STATE=tmp_path).stdout.split() == ["0.0.0.0:0"] * 2
+
+
+def test_a_second_job_of_a_run_is_refused_as_long_as_the_first_one_goes_on(tmp_path: Path) -> None:
+    (tmp_path / "lock").write_text("process 7")  # as an earlier command left it
+    first = "hold; bash -c 'exec 9>&-; (hold) && exit 1; exit 0'; code=$?; echo began; exit $code"
+    done = ran(f"export -f hold say; {first}", MYXO_ROOT=tmp_path, SLURM_JOB_ID=12)
+    assert (done.returncode, done.stdout) == (0, "began\n") and f"{tmp_path} is in use by job 12" in done.stderr
+    assert ran("hold; echo began", MYXO_ROOT=tmp_path, SLURM_JOB_ID=13).stdout == "began\n"
+    assert ran("flock() { return 71; }; hold; echo began", MYXO_ROOT=tmp_path).stdout == "began\n", "a file system without locks"
+    with RunDirectory(tmp_path).held():
+        assert ran("hold; echo began", MYXO_ROOT=tmp_path).returncode == 2
 
 
 def test_servers_that_were_given_up_are_not_waited_for(tmp_path: Path) -> None:
