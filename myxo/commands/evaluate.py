@@ -67,10 +67,9 @@ def versions_on_disk(config: RunConfig, *, plain: bool = False) -> dict[int, Ver
 
 
 def _exports(config: RunConfig) -> Iterator[VersionOnDisk]:
-    saved, total, trained = config.trainer.save_hf, config.rollout.num_rollout, hf_directory(config)
-    last = max(checkpoints(config), default=total)  # later exports are of a life before --fresh
-    exports = [] if saved is None else [export_directory(saved, done) for done in range(1, last + 1)]
-    for path in (*exports, trained):
+    last = max(checkpoints(config), default=config.rollout.num_rollout)  # later exports are of a life before --fresh
+    exports = [export_directory(config.trainer.save_hf, done) for done in range(1, last + 1)] if config.trainer.save_hf is not None else []
+    for path in (*exports, hf_directory(config)):
         done = exported_steps(config, path) or 0
         if 0 < done <= last and (path / "config.json").is_file() and (version := _version(config, done)) is not None:
             yield VersionOnDisk(version, f"the export {path}", partial(_as_it_is, path))

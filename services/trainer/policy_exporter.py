@@ -37,8 +37,7 @@ class PolicyExporter:
 
         A collective. Raises DeadlineExceeded.
         """
-        path = export_target(self._config, steps)
-        if path is None or runtime.gather_json(exported_steps(self._config, path))[0] == steps:
+        if (path := export_target(self._config, steps)) is None or runtime.gather_json(exported_steps(self._config, path))[0] == steps:
             return
         self.finish()
         self._started = time.monotonic()

@@ -13,8 +13,10 @@ from services.trainer.actor import Actor
 from services.trainer.parallel import DEVICE_TYPE
 from services.trainer.parallel.checkpoint import checkpoints
 from services.trainer.parallel.export import ADAPTER_DIRECTORY
+from services.trainer.parallel.joint_write import find_places
 from services.trainer.parallel.runtime import host_copy
 from services.trainer.parallel.trained_model import TrainedModel
+from shared.runtime.errors import ConfigError
 from shared.schema.versions import newest_due
 
 
@@ -87,13 +89,15 @@ class ReferencePolicy:
     """The reference policy on one rank. References that a resume may need are on disk: repeated steps are trained against the same one.
 
     Args:
-        first: where HF weights of version 0 lie; later ones are stored beside it. interval: steps between references; None: there is one.
-        root: of the run's checkpoints, the oldest of which a resume may need. own: a HF checkpoint that the reference starts from, in the
-            place of version 0.
+        first: where HF weights of version 0 lie, for all ranks to see, else ConfigError is raised; later ones are stored beside it.
+        interval: steps between references; None: there is one. root: of the run's checkpoints, the oldest of which a resume may need.
+        own: a HF checkpoint that the reference starts from, in the place of version 0.
     """
 
     def __init__(self, actor: Actor, first: Path, interval: int | None, root: Path, own: Path | None = None) -> None:
         self._actor, self._first, self._interval, self._root, self._own = actor, first, interval, root, own
+        if (own is None or interval is not None) and len(find_places(first.parent).directories) > 1:
+            raise ConfigError("trainer.save", str(first.parent), "a directory that all nodes see, since the KL's reference lies there")
         self._weights: FrozenWeights | None = None
         self._made = 0  # the multiple of the interval that the one in use is of
 

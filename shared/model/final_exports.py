@@ -27,10 +27,8 @@ def hf_directory(config: RunConfig) -> Path:
 
 def final_exports(config: RunConfig) -> list[Path]:
     """Returns the directories that the policy after the last step is written to."""
-    if config.debug.debug_rollout_only:
-        return []
-    places = hf_directory(config) if config.trainer.save_final_hf else None, export_target(config, config.rollout.num_rollout)
-    return [path for path in places if path is not None]
+    final = hf_directory(config) if config.trainer.save_final_hf and not config.debug.debug_rollout_only else None
+    return [path for path in (final, export_target(config, config.rollout.num_rollout)) if path is not None]
 
 
 def missing_exports(config: RunConfig) -> list[Path]:

@@ -259,7 +259,7 @@ def start_saving(
         state = model.sharded_state()
         state["optimizer"], _ = optimizer.sharded_state(model, loading=False, steps=0)
         model.stage_state(state, _random_state(), shards, partial)
-    parts = CheckpointParts(target, partial, shards, marker, lambda: publish(partial, target), lambda: _remove_old(root, keep))
+    parts = CheckpointParts(target, partial, shards, marker, lambda: publish(partial, target), lambda: _remove_old(root, step, keep))
     return JointWrite(f"checkpoint {target}", parts, places, RESTART, timeout_seconds())
 
 
@@ -485,13 +485,12 @@ def _set_random_state(state: dict[str, Any]) -> None:
         torch.cuda.set_rng_state(state["cuda"])
 
 
-def _remove_old(root: Path, keep: int | None) -> None:
+def _remove_old(root: Path, newest: int, keep: int | None) -> None:
     for step in checkpoints(root):
         settle(root / f"step_{step:08d}")
-    for path in root.glob(".step_*.partial"):
-        shutil.rmtree(path)  # left by a writer that died; this one's directory has its final name already
-    for path in root.glob(".step_*.damaged"):
-        shutil.rmtree(path)  # a resume has passed over it
-    found = checkpoints(root)
-    for step in sorted(found)[: -keep if keep is not None else 0]:
+    for path in (*root.glob(".step_*.partial"), *root.glob(".step_*.damaged")):
+        shutil.rmtree(path)  # left by a writer that died, for this one's directory has its final name already; a resume has passed over it
+    found = checkpoints(root)  # a later one than the newest is of a history that a resume has left: another directory never had it
+    kept = found if keep is None else sorted(step for step in found if step <= newest)[-keep:]
+    for step in found.keys() - kept:
         shutil.rmtree(found[step])

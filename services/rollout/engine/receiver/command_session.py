@@ -69,8 +69,7 @@ class PeerTransfer:
     """
 
     def __init__(self, receiver: Receiver, name: str, address: str, ranks: int, seconds: float) -> None:
-        self._receiver, self._deadline, self._ranks = receiver, TransferDeadline(seconds), ranks
-        self._version = receiver.version
+        self._receiver, self._version, self._deadline, self._ranks = receiver, receiver.version, TransferDeadline(seconds), ranks
         self.channel = GroupSender(name, address, 1 + ranks, receiver.device, paced=True)
         receiver.before_change.add(self.channel.abort)  # ahead of the look at the parameters, which takes seconds
         try:

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from services.trainer.actor import StepResult
 from services.trainer.parallel.staged_shards import StagedShards
+from services.trainer.reference_policy import ReferencePolicy
 from shared.runtime.errors import MyxoError
 from tests.unit.trainer.megatron.rank_steps import actor, exported, resume, steps
 
@@ -67,6 +68,18 @@ def refused_load(hf_dir: Path, config: dict[str, Any], base: Path, ranks_per_nod
     except MyxoError as error:
         return f"{type(error).__name__}: {error}"
     return "loaded"
+
+
+def reference_on_own_disks(hf_dir: Path, base: Path) -> list[str]:
+    """What is said of references on a disk of each rank's: version 0's, those that renew a given one, a given one; and on one disk."""
+    model, outcomes, disk = actor(hf_dir), [], own_disk(base, 1)
+    for root, interval, own in [(disk, None, None), (disk, 2, hf_dir), (disk, None, hf_dir), (base, 2, None)]:
+        try:
+            ReferencePolicy(model, root / "reference", interval, root / "checkpoints", own)
+            outcomes.append("made")
+        except MyxoError as error:
+            outcomes.append(f"{type(error).__name__}: {error}")
+    return outcomes
 
 
 def export_to_own_disks(hf_dir: Path, config: dict[str, Any], base: Path, ranks_per_node: int) -> None:

@@ -146,6 +146,14 @@ def test_two_ranks_write_their_shares_side_by_side(kind, config, hf, two_ranks, 
     assert large < 2 * small
 
 
+def test_a_reference_that_lies_on_the_disk_of_one_node_is_refused_on_all(hf, two_ranks, tmp_path):
+    said = two_ranks.run(save_steps.reference_on_own_disks, hf("qwen3"), tmp_path)
+    assert [len(outcomes) for outcomes in said] == [4, 4]
+    for own, renewed, given, shared in said:
+        assert own == renewed and own.startswith("ConfigError: trainer.save = ") and "all nodes see" in own
+        assert given == shared == "made"
+
+
 def test_ranks_without_rank_0s_disk_send_their_parts(hf, four_ranks, tmp_path):
     config = {"tensor_model_parallel_size": 2, "pipeline_model_parallel_size": 2}
     four_ranks.run(save_steps.export_to_own_disks, hf("qwen3"), config, tmp_path, 2)
