@@ -79,9 +79,9 @@ class PackedBatch:
     num_experts: int = 0
 
     def to(self, device: torch.device | str) -> "PackedBatch":
-        """Returns the same micro-batch with every tensor on ``device``."""
-        moved = {name: getattr(self, name).to(device) for name in ("tokens", "labels", "loss_mask", "cu_seqlens")}
-        return replace(self, **moved, fields={name: tensor.to(device) for name, tensor in self.fields.items()})
+        """Returns the same micro-batch with every tensor on ``device``, the host's own or a GPU, which the host does not wait for."""
+        moved = {name: getattr(self, name).to(device, non_blocking=True) for name in ("tokens", "labels", "loss_mask", "cu_seqlens")}
+        return replace(self, **moved, fields={name: tensor.to(device, non_blocking=True) for name, tensor in self.fields.items()})
 
     def with_fields(self, **tensors: Tensor) -> "PackedBatch":
         """Returns the same micro-batch with more per-token tensors [T], for example ``proximal_log_probs``."""

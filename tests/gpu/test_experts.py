@@ -42,7 +42,7 @@ def drawn(dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor, list[torch.Te
 
 
 def test_grouped_products_equal_float32_and_wait_for_nothing() -> None:
-    from services.trainer.megatron.moe import GroupedProduct, TokenPermutation, stacked
+    from services.trainer.megatron.moe import TokenPermutation, grouped_product, stacked
 
     tokens, routing, matrices, upstream = drawn(torch.bfloat16)
     assert stacked(matrices) is not None
@@ -56,7 +56,7 @@ def test_grouped_products_equal_float32_and_wait_for_nothing() -> None:
         try:
             order = TokenPermutation.of(routing, PER_TOKEN)
             ends = routing.sum(0).cumsum(0).int()
-            wide = GroupedProduct.apply(order.ordered(tokens), ends, None, *matrices)
+            wide = grouped_product(order.ordered(tokens), ends, matrices)
             back = order.restored(wide)
             wide.backward(upstream)
         finally:

@@ -25,7 +25,7 @@ from services.trainer.megatron.expert_balance import Balancing
 from services.trainer.megatron.hf_weights import load_hf, weights_of
 from services.trainer.megatron.lora import Adapters, adapters_of, load_adapters, renew_adapters, silence_adapters
 from services.trainer.megatron.moe import DISPATCHER, dispatcher_of
-from services.trainer.megatron.spec import ValueHead, decoder_spec, family_layer_spec, rotate_by_place
+from services.trainer.megatron.spec import ValueHead, decoder_spec, family_layer_spec
 from services.trainer.parallel.likelihood import OutputHead, VocabularySlice
 from services.trainer.parallel.runtime import device
 from services.trainer.parallel.staged_shards import StagedShards
@@ -318,8 +318,6 @@ def _build_chunk(
             parameter.allreduce = False
     model.to(device())
     _set_embeddings(model, a, config)
-    if config.transformer_impl == "local":
-        rotate_by_place(model)
     return model
 
 

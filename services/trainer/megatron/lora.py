@@ -36,7 +36,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from services.trainer.megatron.hf_weights import LocalParameter, Recipe, first_expert, numbered_chunks, recipe
-from services.trainer.megatron.moe import GroupedProduct
+from services.trainer.megatron.moe import grouped_product
 from services.trainer.megatron.spec import ReplicatedLinear
 from services.trainer.parallel.export import ADAPTER_WEIGHTS
 from services.trainer.parallel.runtime import device
@@ -143,8 +143,8 @@ class Adapter(torch.nn.Module):
         for name, height in self.rows.items():
             if name in self._modules:
                 pairs: list[Any] = [other._modules[name] for other in others]
-                low = GroupedProduct.apply(rows, ends, over_a, *[pair.a for pair in pairs])
-                blocks.append(GroupedProduct.apply(low * self.lora.scale, ends, over_b, *[pair.b for pair in pairs]))
+                low = grouped_product(rows, ends, [pair.a for pair in pairs], over_a)
+                blocks.append(grouped_product(low * self.lora.scale, ends, [pair.b for pair in pairs], over_b))
             else:
                 blocks.append(rows.new_zeros(len(rows), height))
         return blocks[0] if len(blocks) == 1 else torch.cat(blocks, -1)

@@ -183,7 +183,7 @@ def _rank(*layers: Any) -> int:
 
 
 def _outputs(rows: Tensor, ends: Tensor, layers: Sequence[Any]) -> Tensor:
-    output: Tensor = GroupedProduct.apply(rows, ends, None, *[layer.weight for layer in layers])
+    output = grouped_product(rows, ends, [layer.weight for layer in layers])
     if hasattr(layers[0], "adapter"):
         output = output + layers[0].adapter.of_groups([layer.adapter for layer in layers], rows, ends)
     return output
@@ -209,53 +209,61 @@ def stacked(tensors: Sequence[Tensor]) -> Tensor | None:
     return first.detach().as_strided((len(tensors), *first.shape), (distance // size, *first.stride()), first.storage_offset())
 
 
-class GroupedProduct(torch.autograd.Function):
-    """Rows [M, K] times the transposes of their experts' matrices [N, K]: [M, N].
+def grouped_product(rows: Tensor, ends: Tensor, weights: Sequence[Tensor], group: dist.ProcessGroup | None = None) -> Tensor:
+    """Returns rows [M, K] times the transposes of their experts' matrices [N, K]: [M, N].
 
     Args:
         ends: int32 [experts], where each one's rows end. group: the ranks that sum their gradients of the matrices, or None.
     """
+    buffer = _gradient_buffer(weights) if torch.is_grad_enabled() else None
+    # autograd takes 10 us for each matrix that it knows of, and a step has thousands
+    known = weights if buffer is None else weights[:1]
+    output: Tensor = GroupedProduct.apply(rows, ends, group, weights, buffer, *known)
+    return output
+
+
+class GroupedProduct(torch.autograd.Function):
+    """The product of `grouped_product`, whose gradient is added to ``buffer`` where there is one, and else goes to ``known`` matrices."""
 
     @staticmethod
-    def forward(ctx: Any, rows: Tensor, ends: Tensor, group: dist.ProcessGroup | None, *weights: Tensor) -> Tensor:
-        ctx.group = group
+    def forward(
+        ctx: Any, rows: Tensor, ends: Tensor, group: Any, weights: Sequence[Tensor], buffer: Tensor | None, *known: Tensor
+    ) -> Tensor:
+        ctx.group, ctx.weights, ctx.buffer = group, weights, buffer
+        ctx.save_for_backward(rows, ends)
         assert grouped_mm is not None
-        view = stacked(weights)
-        matrices = torch.stack(weights) if view is None else view
-        ctx.save_for_backward(rows, ends, *weights)
-        return grouped_mm(rows, matrices.transpose(1, 2), offs=ends)
+        return grouped_mm(rows, _matrices(weights).transpose(1, 2), offs=ends)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         assert grouped_mm is not None
-        rows, ends, *weights = ctx.saved_tensors
+        rows, ends = ctx.saved_tensors
         gradient, of_rows = gradient.contiguous(), None
+        of_known: Sequence[Tensor | None] = [None] * len(ctx.needs_input_grad[5:])
         if ctx.needs_input_grad[0]:
-            view = stacked(weights)
-            of_rows = grouped_mm(gradient, torch.stack(weights) if view is None else view, offs=ends)
-        if not any(ctx.needs_input_grad[3:]):
-            return (of_rows, None, None, *[None] * len(weights))
-        of_weights = grouped_mm(gradient.T, rows, offs=ends)
-        if ctx.group is not None:
-            dist.all_reduce(of_weights, group=ctx.group)
-        if accumulated(weights, of_weights):
-            return (of_rows, None, None, *[None] * len(weights))
-        return (of_rows, None, None, *of_weights.unbind())
+            of_rows = grouped_mm(gradient, _matrices(ctx.weights), offs=ends)
+        if any(ctx.needs_input_grad[5:]):
+            of_weights = grouped_mm(gradient.T, rows, offs=ends)
+            if ctx.group is not None:
+                dist.all_reduce(of_weights, group=ctx.group)
+            if ctx.buffer is None:
+                of_known = of_weights.unbind()
+            else:
+                ctx.buffer.add_(of_weights)
+        return (of_rows, None, None, None, None, *of_known)
 
 
-def accumulated(weights: Sequence[Tensor], gradients: Tensor) -> bool:
-    """Adds gradients [experts, N, K] to the float32 buffer of the matrices, at once; returns False where they have none of that form.
+def _matrices(weights: Sequence[Tensor]) -> Tensor:
+    view = stacked(weights)
+    return torch.stack(tuple(weights)) if view is None else view
 
-    Where gradients are reduced while others are still computed, each matrix must say itself that it is done.
-    """
-    buffers = [getattr(weight, "main_grad", None) for weight in weights]
-    if any(buffer is None for buffer in buffers) or not all(getattr(weight, "grouped_gradient", False) for weight in weights):
-        return False
-    view = stacked([buffer for buffer in buffers if buffer is not None])
-    if view is None:
-        return False
-    view.add_(gradients)
-    return True
+
+def _gradient_buffer(weights: Sequence[Tensor]) -> Tensor | None:
+    """Returns the float32 buffer [experts, N, K] of the matrices' gradients; None where they have none of that form, or are reduced while
+    others are still computed: then each matrix must say itself that it is done."""
+    if not all(getattr(weight, "grouped_gradient", False) and hasattr(weight, "main_grad") for weight in weights):
+        return None
+    return stacked([weight.main_grad for weight in weights])  # type: ignore[attr-defined]
 
 
 class SyncFreeDispatcher(MoEAlltoAllTokenDispatcher):

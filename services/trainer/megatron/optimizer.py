@@ -19,12 +19,12 @@ from itertools import chain
 from typing import Any
 
 import megatron.core.optimizer as megatron_optimizer
+import megatron.core.optimizer.clip_grads as clip_grads
 import megatron.core.optimizer.distrib_optimizer as distributed_optimizer
 import torch
 from megatron.core.dist_checkpointing.dict_utils import nested_values
 from megatron.core.dist_checkpointing.mapping import LocalNonpersistentObject, ShardedBase
 from megatron.core.optimizer import ChainedOptimizer, OptimizerConfig, get_megatron_optimizer, get_standard_config_overrides
-from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.optimizer.optimizer_config import ParamKey
 from torch import Tensor
@@ -327,10 +327,21 @@ class Adam(torch.optim.Optimizer):
             state["exp_avg"], state["exp_avg_sq"] = torch.zeros_like(parameter), torch.zeros_like(parameter)
 
 
+def _norm(_: int, __: Tensor, tensors: list[list[Tensor]], ___: bool) -> tuple[Tensor, None]:
+    """The norm of all tensors, float32 [1], in a few kernels. Megatron's own takes one and a wait of the host for each tensor."""
+    return torch.linalg.vector_norm(torch.stack(torch._foreach_norm(tensors[0], dtype=torch.float32))).view(1), None
+
+
+def _scale(_: int, __: Tensor, tensors: list[list[Tensor]], factor: float) -> None:
+    """Scales the tensors, which are the source and the destination."""
+    torch._foreach_mul_(tensors[0], factor)
+
+
 def register_adam() -> None:
-    """Gives Megatron :class:`Adam` where neither Transformer Engine nor Apex provides a ``FusedAdam``. Idempotent."""
+    """Gives Megatron :class:`Adam` and operations on many tensors where neither Transformer Engine nor Apex provides them. Idempotent."""
     if not megatron_optimizer.USING_PYTORCH_OPTIMIZER:
         return
+    clip_grads.l2_norm_impl, clip_grads.multi_tensor_scale_impl = _norm, _scale
     megatron_optimizer.Adam = distributed_optimizer.Adam = Adam
     megatron_optimizer.USING_PYTORCH_OPTIMIZER = False
     distributed_optimizer.HAVE_APEX_OR_TE = True
@@ -407,7 +418,7 @@ class Optimizer(ScheduledOptimizer):
                     parameters = part.get_parameters()
                     if parameters and self.trainer.clip_grad > 0:
                         decoupled = isinstance(part.optimizer, PrecisionAdam)
-                        clip_grad_by_total_norm_fp32(parameters, self.trainer.clip_grad, norm, use_decoupled_grad=decoupled)
+                        clip_grads.clip_grad_by_total_norm_fp32(parameters, self.trainer.clip_grad, norm, use_decoupled_grad=decoupled)
         for group in optimizer.param_groups:
             group["lr"] = self.lr
             group["weight_decay"] = self.trainer.weight_decay * group["wd_mult"]

@@ -19,6 +19,7 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any, Literal
 
+import megatron.core.models.common.embeddings.rope_utils as rope_utils
 import numpy as np
 import torch
 import torch.distributed as dist
@@ -204,7 +205,6 @@ class SharedKeys:
     cu_keys: Tensor
     longest_queries: int
     longest_keys: int
-    places: Tensor
 
 
 @dataclass
@@ -233,7 +233,7 @@ class PackedSequences(PackedSeqParams):
         context: this rank's part under context parallelism; ``cu_seqlens`` are then those of the whole, padded pack, and
             there are no groups.
         long: the plan for long sequences on a GPU, where there are some.
-        shared: the keys where beginnings are shared; ``cu_seqlens`` are then those of one sequence, which `RotaryByPlace` rotates.
+        shared: the keys where beginnings are shared; ``cu_seqlens`` are then those of one sequence.
         routing: the choices of the experts; None: the routers' own. balanced: the tokens that experts are balanced over.
         chunks: what linear attention in plain PyTorch makes of the sequences' bounds, in its first layer
             (`services.trainer.megatron.linear_attention.ChunkedSequences`).
@@ -319,13 +319,14 @@ def model_input(
         return _sharing_input(batch, starts, shared, tensor, dense, device)
     padding = round_up(total, tensor) - total
     starts += [total + padding] if padding else []
-    tokens, labels = (torch.nn.functional.pad(t, (0, padding)).to(device) for t in (batch.tokens, batch.labels))
+    tokens, labels = (torch.nn.functional.pad(t, (0, padding)).to(device, non_blocking=True) for t in (batch.tokens, batch.labels))
     bounds = torch.tensor(starts)
-    positions = torch.arange(total + padding) - torch.repeat_interleave(bounds[:-1], bounds.diff())
+    places = torch.arange(total + padding) - torch.repeat_interleave(bounds[:-1], bounds.diff())
+    positions = places.to(device, non_blocking=True)
     groups, restore = length_groups(starts, device) if dense else ([], None)
     long = None if dense else long_sequences(starts, device)
-    sequences = _sequences(starts, max(batch.max_seqlen, padding), device, groups=groups, restore=restore, long=long)
-    return ModelInput(tokens[None], positions[None].to(device), sequences, labels, padding)
+    sequences = _sequences(starts, max(batch.max_seqlen, padding), positions, groups=groups, restore=restore, long=long)
+    return ModelInput(tokens[None], positions[None], sequences, labels, padding)
 
 
 def _sharing_input(
@@ -350,12 +351,12 @@ def _sharing_input(
         cu_keys=torch.tensor(starts, dtype=torch.int32).to(device),
         longest_queries=int(queries.max()),
         longest_keys=int(lengths.max()),
-        places=places.to(device),
     )
     groups, restore = length_groups(starts, device, shared, back) if dense else ([], None)
-    sequences = _sequences([0, count + padding], longest, device, groups=groups, restore=restore, shared=keys)
+    positions = places.to(device)
+    sequences = _sequences([0, count + padding], longest, positions, groups=groups, restore=restore, shared=keys)
     whole = back[:total].to(device)
-    return ModelInput(tokens[None], places[None].to(device), sequences, labels, padding, whole, computed.to(device))
+    return ModelInput(tokens[None], positions[None], sequences, labels, padding, whole, computed.to(device))
 
 
 def _context_input(batch: PackedBatch, starts: list[int], tensor: int, device: torch.device, group: dist.ProcessGroup) -> ModelInput:
@@ -365,12 +366,13 @@ def _context_input(batch: PackedBatch, starts: list[int], tensor: int, device: t
     places = torch.arange(starts[-1]) - torch.repeat_interleave(bounds[:-1], bounds.diff())
     tokens, labels, positions = (part.own(t.to(device)) for t in (batch.tokens, batch.labels, places))
     longest = max(stop - start for start, stop in pairwise(padded))
-    sequences = _sequences(padded, longest, device, context=part)
+    sequences = _sequences(padded, longest, positions, context=part)
     return ModelInput(tokens[None], positions[None], sequences, labels, 0)
 
 
-def _sequences(starts: list[int], longest: int, device: torch.device, **more: Any) -> PackedSequences:
-    cu_seqlens = torch.tensor(starts, dtype=torch.int32).to(device)
+def _sequences(starts: list[int], longest: int, places: Tensor, **more: Any) -> PackedSequences:
+    cu_seqlens = torch.tensor(starts, dtype=torch.int32).to(places.device, non_blocking=True)
+    cu_seqlens.places = places  # type: ignore[attr-defined]  # for `_rotated`
     return PackedSequences(
         qkv_format="thd",
         cu_seqlens_q=cu_seqlens,
@@ -382,6 +384,24 @@ def _sequences(starts: list[int], longest: int, device: torch.device, **more: An
         starts=tuple(starts),
         **more,
     )
+
+
+def _rotated(states: Tensor, cu_seqlens: Tensor, table: Tensor, *options: Any, cp_group: Any, **more: Any) -> Tensor:
+    """Rotates [T, heads, width] by each token's place, in the place of Megatron's function: that counts from each sequence's start, also
+    where beginnings are shared, and waits twice for the GPU in each call.
+
+    Args:
+        table: frequencies [places, 1, 1, width]. options, more: of Megatron's function for sequences of one length.
+    """
+    known, own = getattr(cu_seqlens, "rotation", (None, None))
+    if known is not table:
+        own = table.index_select(0, cu_seqlens.places)  # type: ignore[attr-defined]
+        cu_seqlens.rotation = table, own  # type: ignore[attr-defined]
+    rotated: Tensor = rope_utils._apply_rotary_pos_emb_bshd(states.unsqueeze(1), own, *options, **more).squeeze(1)
+    return rotated
+
+
+rope_utils._apply_rotary_pos_emb_thd = _rotated
 
 
 def length_groups(

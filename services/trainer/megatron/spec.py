@@ -198,35 +198,6 @@ class ValueHead(torch.nn.Module):
         return values, None
 
 
-class RotaryByPlace(torch.nn.Module):
-    """Megatron's rotary embedding, which knows the place of every token where sequences share beginnings.
-
-    Megatron counts places from each sequence's start, but takes a table with a row for each token as it is.
-
-    Args:
-        embedding: Megatron's own, for an attention of any kind.
-    """
-
-    def __init__(self, embedding: torch.nn.Module) -> None:
-        super().__init__()
-        self.embedding: Any = embedding
-        self._places: Tensor | None = None
-
-    def get_rotary_seq_len(self, *inputs: Any) -> int:
-        """Returns the places of the table that Megatron asks for next. The last input is the micro-batch's `PackedSequences`."""
-        shared = inputs[-1].shared
-        self._places = None if shared is None else shared.places
-        length: int = self.embedding.get_rotary_seq_len(*inputs)
-        return length
-
-    def forward(self, length: int, **options: Any) -> Any:
-        """Returns the table, and what else the embedding returns, as YaRN's factor."""
-        found, places = self.embedding(length, **options), self._places
-        if places is None:
-            return found
-        return found[places] if isinstance(found, Tensor) else (found[0][places], *found[1:])
-
-
 class WindowedSelfAttention(SelfAttention):
     """Megatron's attention with a rotary embedding of its own, in the place of the model's."""
 
@@ -240,13 +211,6 @@ class WindowedSelfAttention(SelfAttention):
         others["rotary_pos_emb"] = self.rotary_pos_emb(length, packed_seq=True)
         attended: tuple[Tensor, Tensor | None] = super().forward(hidden_states, *given, packed_seq_params=packed_seq_params, **others)
         return attended
-
-
-def rotate_by_place(model: torch.nn.Module) -> None:
-    """Puts `RotaryByPlace` around every rotary embedding of a model."""
-    for module in list(model.modules()):
-        if isinstance(embedding := getattr(module, "rotary_pos_emb", None), torch.nn.Module):
-            module.rotary_pos_emb = RotaryByPlace(embedding)
 
 
 class _RmsNorm(torch.autograd.Function):

@@ -237,7 +237,8 @@ def counts(start: Tensor, rollout: Tensor, tokens: MaskedTokens) -> dict[str, Te
 
 
 def _counted(name: str, values: Tensor, edges: tuple[float, ...], weights: Tensor) -> dict[str, Tensor]:
-    return _summed(name, torch.bucketize(values, torch.tensor(edges, device=values.device)), len(edges) + 1, weights)
+    bounds = torch.tensor(edges).to(values.device, non_blocking=True)
+    return _summed(name, torch.bucketize(values, bounds), len(edges) + 1, weights)
 
 
 def _summed(name: str, bins: Tensor, count: int, weights: Tensor) -> dict[str, Tensor]:
