@@ -282,8 +282,9 @@ class Buffer:
         await self._ledger.follow()
         state = self._state = self._ledger.state
         begun, now = bool(state.admitted or state.evaluations or state.evaluated), time.time()
-        # of a changed file: what a stopped replica hands on continues the prompt that the group's number stood for
-        anew = [] if self._prompts.drawn else [policy.requeue(group, "changed data", now) for group in state.outstanding]
+        # of a changed file: what a stopped replica or a ready group hands on continues the prompt that the group's number stood for
+        kept = state.ready.values() if self._limits.rollout.staleness_policy == "continue" else ()
+        anew = [policy.requeue(group, "changed data", now) for group in (() if self._prompts.drawn else [*state.outstanding, *kept])]
         await check_data(self._service, self._prompts.fingerprints, partial(self._record, anew), begun=begun)
         self._keeper.take(perhaps_not_kept(state, self._recent, time.time()))
         self._keeper.release(reversed(self._ledger.released))  # what was let go last is likeliest to be there

@@ -96,7 +96,7 @@ class Trial:
 
 
 # The number of the payload keys that were let go last and are freed again after a restart: more than a killed buffer can have left undone
-RELEASED_AGAIN = 1 << 16
+RELEASED_AGAIN = 1 << 18
 
 
 class LedgerWriter:

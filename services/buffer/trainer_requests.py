@@ -33,10 +33,12 @@ class BufferFilter:
     def __init__(self, config: RunConfig, path: str) -> None:
         self._path, self._function, self._arguments = path, load(FIELD, path), Arguments(config)
         self.choice: asyncio.Task[list[str]] | None = None
+        self._of = 0  # the choice's step
 
     async def choose(self, step: int, candidates: list[GroupState], size: int) -> list[str] | None:
         """Returns the ids of the groups that the function wants in the batch; None after a moment, while it is still at it: whoever asks
         then gets what comes of it. Raises HookFailed, DeadlineExceeded."""
+        self._of, self.choice = step, self.choice if self._of == step else None  # of an earlier batch, whose answer was lost
         choice = self.choice = self.choice or asyncio.create_task(self._chosen(step, candidates, size))
         if not (await asyncio.wait({choice}, timeout=ANSWER_SECONDS / 2))[0]:
             return None

@@ -44,7 +44,7 @@ from shared.schema.service_messages import Doing
 from shared.service.activities import WORK
 from shared.service.engine_load_balancer import EngineSpread, model_routers
 from shared.service.service_base import Service
-from shared.sessions.session import EVAL_GAUGE
+from shared.sessions.session import EVAL_GAUGE, SessionUnknown
 from shared.store.payload_store import StoreFull, StoreRefused
 
 WINDOW_SECONDS = 5.0
@@ -308,7 +308,7 @@ class Rollout:
         except (asyncio.CancelledError, *ENDING):
             await lease.hand_back()
             raise
-        except (DeadlineExceeded, EngineError, EnvironmentAway, Stopped) as error:
+        except (DeadlineExceeded, EngineError, EnvironmentAway, SessionUnknown, Stopped) as error:  # a session that the store has lost
             log.warning("group_handed_back", error=str(error))
             self.replica.miss(EVAL if is_evaluation(task.group) else TRAIN, task.min_version)
             self._outcomes.trace(task, error, started)
@@ -317,7 +317,7 @@ class Rollout:
         except (MyxoError, ValidationError) as error:
             log.error("group_refused", error=str(error))
             failed = self._outcomes.failed(task, str(error), getattr(error, "fault", TASK))
-            lost = task.pictures if isinstance(error, PayloadMissing) else None  # the buffer stores them anew
+            lost = task.pictures if isinstance(error, PayloadMissing) else None  # the buffer stores a training group's anew
             await self._outcomes.publish(task, failed.model_copy(update={"payload": lost}), started)
             await lease.ack()
 

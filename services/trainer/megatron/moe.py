@@ -229,19 +229,19 @@ class GroupedProduct(torch.autograd.Function):
     def forward(
         ctx: Any, rows: Tensor, ends: Tensor, group: Any, weights: Sequence[Tensor], buffer: Tensor | None, *known: Tensor
     ) -> Tensor:
-        ctx.group, ctx.weights, ctx.buffer = group, weights, buffer
-        ctx.save_for_backward(rows, ends)
+        ctx.group, ctx.weights, ctx.buffer = group, None if buffer is None else weights, buffer
+        ctx.save_for_backward(rows, ends, *(known if buffer is None else ()))  # which the backward pass frees: they may be copies
         assert grouped_mm is not None
         return grouped_mm(rows, _matrices(weights).transpose(1, 2), offs=ends)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         assert grouped_mm is not None
-        rows, ends = ctx.saved_tensors
+        rows, ends, *known = ctx.saved_tensors
         gradient, of_rows = gradient.contiguous(), None
         of_known: Sequence[Tensor | None] = [None] * len(ctx.needs_input_grad[5:])
         if ctx.needs_input_grad[0]:
-            of_rows = grouped_mm(gradient, _matrices(ctx.weights), offs=ends)
+            of_rows = grouped_mm(gradient, _matrices(ctx.weights or known), offs=ends)
         if any(ctx.needs_input_grad[5:]):
             of_weights = grouped_mm(gradient.T, rows, offs=ends)
             if ctx.group is not None:

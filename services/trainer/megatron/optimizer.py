@@ -332,16 +332,12 @@ def _norm(_: int, __: Tensor, tensors: list[list[Tensor]], ___: bool) -> tuple[T
     return torch.linalg.vector_norm(torch.stack(torch._foreach_norm(tensors[0], dtype=torch.float32))).view(1), None
 
 
-def _scale(_: int, __: Tensor, tensors: list[list[Tensor]], factor: float) -> None:
-    """Scales the tensors, which are the source and the destination."""
-    torch._foreach_mul_(tensors[0], factor)
-
-
 def register_adam() -> None:
     """Gives Megatron :class:`Adam` and operations on many tensors where neither Transformer Engine nor Apex provides them. Idempotent."""
     if not megatron_optimizer.USING_PYTORCH_OPTIMIZER:
         return
-    clip_grads.l2_norm_impl, clip_grads.multi_tensor_scale_impl = _norm, _scale
+    clip_grads.l2_norm_impl = _norm
+    clip_grads.multi_tensor_scale_impl = lambda _, __, tensors, factor: torch._foreach_mul_(tensors[0], factor)  # onto themselves
     megatron_optimizer.Adam = distributed_optimizer.Adam = Adam
     megatron_optimizer.USING_PYTORCH_OPTIMIZER = False
     distributed_optimizer.HAVE_APEX_OR_TE = True

@@ -154,6 +154,8 @@ def least_saved(setting: Setting, config: TransformerConfig) -> float | None:
 
 def obstacle(config: TransformerConfig) -> str | None:
     """Returns why beginnings are not shared, unless the run says ``off``; None where they are."""
+    if config.apply_rope_fusion:
+        return "the fused rotation counts places from each sequence's start"
     if config.context_parallel_size > 1:
         return "context parallelism cuts every sequence into the same number of parts"
     if config.transformer_impl != "local":
@@ -197,7 +199,6 @@ class SharedKeys:
         rows: int64 [K], for each sequence in turn its tokens' positions among the computed ones: its own, and those that it shares.
         cu_queries, cu_keys: int32 [S + 1], where the sequences begin among the computed tokens and in ``rows``; a sequence's last query is
             its last key. longest_queries, longest_keys: of one sequence.
-        places: int64 [U], of each computed token in its sequence.
     """
 
     rows: Tensor

@@ -108,8 +108,8 @@ async def test_a_run_that_evaluates_alone_has_begun_with_its_first_evaluation(ev
 
     monkeypatch.setattr(buffer_service, "check_data", check)
     buffer = Mock(spec=[])
-    buffer._ledger = Mock(recover=AsyncMock(return_value=(state, [])))
-    buffer._service = buffer._prompts = buffer._record = Mock()
+    buffer._ledger = Mock(follow=AsyncMock(), state=state)
+    buffer._service = buffer._prompts = buffer._record = buffer._limits = Mock()
     with pytest.raises(InterruptedError):
         await Buffer._recover(buffer)
     assert asked == [evaluates]
