@@ -1,6 +1,7 @@
 """What the roles decide on a rank alone: whose fault a failed pass is, and in which order things come to be on disk."""
 
 from collections.abc import Iterator
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -74,8 +75,8 @@ def test_a_trainer_that_leaves_saves_before_it_waits_for_an_export(monkeypatch: 
     trainer: Any = object.__new__(Trainer)
     for name in ("_config", "_pusher", "_colocation", "_actor", "_exporter"):
         setattr(trainer, name, SimpleNamespace())
-    trainer._config.rollout, trainer._control = SimpleNamespace(num_rollout=9), None
-    trainer._progress, trainer._begun_save = SimpleNamespace(steps=3), 2
+    trainer._config.rollout, trainer._config.trained, trainer._control = SimpleNamespace(num_rollout=9), Path(), None
+    trainer._progress, trainer._begun_save = SimpleNamespace(steps=3, sft_done=False), 2
     trainer._exporter.finish = lambda: done.append("export")
     trainer._actor.finish_save = lambda: done.append("checkpoint")
     trainer._pusher.wait, trainer._pusher.results, trainer._colocation.onload = (lambda: None), (lambda: []), (lambda: None)
