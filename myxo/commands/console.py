@@ -14,7 +14,7 @@ from rich.console import Console
 
 from myxo.commands.command_arguments import add_run, count
 from myxo.launch.run_servers import ConsoleProcess
-from myxo.run.run_access import given_servers, payload_url, reach
+from myxo.run.run_access import given_servers, payload_url, reach, settled
 from myxo.run.run_directory import RunDirectory, ServerUrls, find, no_such_run
 from shared.bus import runs
 from shared.config.service_sections import ConsoleSection
@@ -91,10 +91,9 @@ async def _origin(run: str, directory: Path) -> AsyncIterator[ConsoleOrigin]:
     files = None
     if given_servers().nats_url is None and (files := find(run, directory)[1]) is None:
         raise no_such_run(run, directory)
-    if files is not None and files.at_rest_without_streams():
-        config = runs.frozen(files.root)
+    if files is not None and await settled(files) is None and files.at_rest_without_streams():
         environment = {"MYXO_RUN": files.root.name, "MYXO_RUN_DIRECTORY": str(files.root)}
-        yield ConsoleOrigin(ConsoleSection() if config is None else config.console, files, environment)
+        yield ConsoleOrigin(config.console if (config := runs.frozen(files.root)) else ConsoleSection(), files, environment)
         return
     async with reach(run, directory) as access, contextlib.AsyncExitStack() as stack:
         servers = access.directory.servers() if access.live else None

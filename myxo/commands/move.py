@@ -10,7 +10,7 @@ from pathlib import Path
 from rich.console import Console
 
 from myxo.commands.command_arguments import add_run
-from myxo.run.run_access import reach, refuse_work
+from myxo.run.run_access import given_servers, reach, refuse_work
 from myxo.run.run_directory import RunDirectory, find, no_such_run
 from shared.bus import runs
 from shared.config.run_config import RunConfig
@@ -43,7 +43,7 @@ def move(run: str, directory: Path, target: Path, console: Console, *, keep: boo
     source, goal = files.root.resolve(), target.absolute() / name
     if goal.exists() or goal.resolve().is_relative_to(source):
         raise ConfigError("DIR", str(target), f"a directory outside of {source}, without {name} in it")
-    config = runs.frozen(source)
+    config = (known := runs.frozen(source)) and files.placed(known, quiet=True)
     asyncio.run(_ask_bus(run, directory, files, config))
     with files.held():
         stays = {path.name for path in source.iterdir()}.difference(files.state) | {"servers.json"}  # which are of the place
@@ -71,6 +71,8 @@ def move(run: str, directory: Path, target: Path, console: Console, *, keep: boo
 async def _ask_bus(run: str, directory: Path, files: RunDirectory, config: RunConfig | None) -> None:
     if (files.nats / "jetstream").is_dir() or (config is not None and config.debug.trains_only):
         return  # who works with it holds its directory; services of `myxo submit` do not
+    if files.at_rest_without_streams() and given_servers().nats_url is None:
+        raise ConfigError("NATS_URL", None, "required: the run's bus is not in its directory (the run of a SLURM job stays where it is)")
     async with reach(run, directory) as access:
         await refuse_work(access)
 

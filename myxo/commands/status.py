@@ -2,6 +2,7 @@
 
 import argparse
 import asyncio
+import contextlib
 import time
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -83,6 +84,9 @@ def _listed(path: Path) -> dict[str, Any] | None:
     """Returns a run by the metrics in its directory; None for another directory."""
     if (config := runs.frozen(path)) is None:
         return None
+    files = RunDirectory(path)
+    with contextlib.suppress(ConfigError):  # a copy under another name
+        config = files.placed(config, quiet=True)
     of, frozen_at = config.rollout.num_rollout, (path / runs.FROZEN).stat().st_mtime
     scalars = list(MetricDirectory(config.trained / "tensorboard").read())
     # a function of the user's may log rewards instead, and a run may train nothing
@@ -90,8 +94,8 @@ def _listed(path: Path) -> dict[str, Any] | None:
     _, reward = max(((one.step, one.value) for one in scalars if one.tag == REWARD), default=(0, None))
     known = bool(of or final_exports(config))  # of demonstrations alone, the export after them tells that they have ended
     finished = step >= of if of else not missing_exports(config)
-    at_work = RunDirectory(path).is_held() and READING not in (path / "lock").read_text()
-    stopped = "stopped" if RunDirectory(path).log("launcher").exists() else "–"  # services of `myxo submit` are known to its bus alone
+    at_work = files.is_held() and READING not in (path / "lock").read_text()
+    stopped = "stopped" if files.log("launcher").exists() else "–"  # services of `myxo submit` are known to its bus alone
     state = "running" if at_work else "–" if not known else "finished" if finished else stopped
     return {"run": path.name, "state": state, "step": step, "of": of, "reward": reward, "at": at}
 

@@ -341,16 +341,15 @@ def submit(path: Path, arguments: list[str], console: Console) -> int:
     run = config.run.name
     if given.nats_url is None:
         raise ConfigError("NATS_URL", None, "required in the environment: nats://[user:password@]host:port of the bus, or NATS_URL_FILE")
-    if given.redis_url is None:
+    if (redis_url := given.redis_url) is None:
         raise ConfigError("REDIS_URL", None, "required in the environment: redis://[user:password@]host:port, or REDIS_URL_FILE")
-    redis_url = given.redis_url
     asyncio.run(check_servers(given, run))
     on_bus(given.nats_url, run, lambda bus: make_run(bus, config, redis_url, asked))
-    with contextlib.suppress(MyxoError, OSError):  # its files need not lie on this machine
-        (directory := RunDirectory(config.run.root)).make(config)
-        directory.freeze(config)
+    if config.run.root.is_dir():  # else its services make it, whose user may be another one
+        with contextlib.suppress(OSError):
+            RunDirectory(config.run.root).freeze(config)
     own = "its own NATS_URL and REDIS_URL (or the files of NATS_URL_FILE and REDIS_URL_FILE)"
-    what = own if addresses.has_credentials(given.redis_url) else "NATS_URL"
+    what = own if addresses.has_credentials(redis_url) else "NATS_URL"
     lent = [f"MYXO_INSTANCE={instance} python -m services.rollout (lend_gpus)" for instance in devices.lent_instances(config)]
     services = ", ".join([*(f"python -m {module}" for module in SERVICE_MODULES.values()), *lent])
     started = f"Start its services, each with {what} and MYXO_RUN={run}: {services}"

@@ -117,8 +117,7 @@ def pinned_config(config: RunConfig, hub: Hub, *, fresh: bool) -> RunConfig:
     if not hub_resolve.found(config):
         return config
     known = None if fresh else hub_resolve.pins_in(config.run.root)
-    url = given_servers().nats_url
-    if known is None and not fresh and url is not None:
+    if known is None and not fresh and (url := given_servers().nats_url) is not None:
         known = {}
         with contextlib.suppress(runs.NoSuchRun):
             known = hub_resolve.pins(on_bus(url, config.run.name, lambda bus: runs.load(bus, config.run.name)))
@@ -187,7 +186,7 @@ async def _reached(run: str, directory: Path, stack: contextlib.AsyncExitStack) 
         return Access(name, config, bus, files or RunDirectory(config.run.root), live=True, guest_url=given)
     if files is None:
         raise no_such_run(run, directory)
-    servers = await _settled(files)
+    servers = await settled(files)
     if servers is not None:
         url = guest_url = servers.nats_url
     else:
@@ -218,7 +217,7 @@ def _served(server: EmbeddedNats | EmbeddedValkey, stack: contextlib.AsyncExitSt
     return server.url, server.guest_url
 
 
-async def _settled(files: RunDirectory) -> ServerUrls | None:
+async def settled(files: RunDirectory) -> ServerUrls | None:
     """Returns the live run's servers; None once no launcher holds the directory, or when it takes too long to tell."""
     end = time.monotonic() + SETTLE_SECONDS
     while (servers := files.servers()) is None and files.is_held() and time.monotonic() < end:
@@ -244,8 +243,7 @@ async def payload_url(access: Access) -> AsyncIterator[str]:
     for the moment. Raises ConfigError where none is known or the given one does not answer, RunHeld where its servers are just coming or
     going.
     """
-    url = given_servers().redis_url
-    if url is not None:
+    if (url := given_servers().redis_url) is not None:
         await check_store(url)
     else:
         url = await _own_store(access)
@@ -257,8 +255,7 @@ async def payload_url(access: Access) -> AsyncIterator[str]:
                 raise ConfigError("REDIS_URL", None, expected)
             if access.live:  # a run at rest is held since it was reached
                 stack.enter_context(files.held())
-            store = access.config.store
-            url, _ = _served(EmbeddedValkey(files.valkey, store.appendfsync, store.max_bytes), stack)
+            url, _ = _served(EmbeddedValkey(files.valkey, access.config.store.appendfsync, access.config.store.max_bytes), stack)
         yield url
 
 
@@ -314,5 +311,4 @@ def vocabulary(config: RunConfig) -> int:
 
     A model on the hub is in this machine's cache once the config is checked. Raises ConfigError.
     """
-    local = hub_resolve.local(config, ("model.hf_checkpoint",), weights=False)
-    return architecture_of(local).vocab_size
+    return architecture_of(hub_resolve.local(config, ("model.hf_checkpoint",), weights=False)).vocab_size

@@ -185,15 +185,16 @@ class RunDirectory:
         replace_file(self.root / runs.FROZEN, f"{shown.model_dump_json(indent=2)}\n".encode())
         return self.root / runs.FROZEN if shown is config else whole
 
-    def placed(self, config: RunConfig) -> RunConfig:
+    def placed(self, config: RunConfig, *, quiet: bool = False) -> RunConfig:
         """Returns the config of the run whose files lie here with their places, and says so where it names others, as a copy's does. Raises
         ConfigError for that of a run of another name."""
-        there, here = config.run.root.resolve(), self.root.resolve()
-        if there == here:
+        there, here = config.run.root.resolve(), self.root.absolute()  # which may be a link of the run's name
+        if there == here.resolve():
             return config
         if config.run.name != here.name:
             raise ConfigError("RUN", str(self.root), runs.files_of_another(self.root, config))
-        say(f"{self.root} is a copy of {config.run.root}, which its config names; `myxo move` takes a run to another directory")
+        if not quiet:
+            say(f"{self.root} is a copy of {config.run.root}, which its config names; `myxo move` takes a run to another directory")
         saved = {"save": here.parent} if config.trainer.save is not None and config.trained.resolve() == there else {}
         return config.with_fields(run={"dir": here.parent}, trainer=saved)
 
@@ -208,8 +209,8 @@ class RunDirectory:
         if not steps:
             return ""
         lost = f"{kept} holds a checkpoint of {steps} steps, and the bus holds nothing of run {run}"
-        lost += ": NATS's data are lost, or it is another NATS"
-        return f"{lost}; put them back, or begin another run with its weights (`myxo convert`), or this one anew (`--fresh`)"
+        lost += ": NATS's data are lost, or it is another NATS; put them back, or begin another run with its weights (`myxo convert`)"
+        return f"{lost}, or this one anew (`myxo up --fresh`; for `myxo submit`, with its directory moved away)"
 
     def write_servers(self, servers: ServerUrls) -> None:
         """Writes the addresses of the live run's servers, readable by this user only."""
@@ -220,12 +221,9 @@ class RunDirectory:
 
     def servers(self) -> ServerUrls | None:
         """Returns the live run's servers; None where no launcher holds the directory (what a killed one left behind means nothing)."""
-        if not self.is_held():
-            return None
-        try:
-            return ServerUrls(**json.loads(self._servers.read_text()))
-        except (OSError, ValueError, TypeError):  # they are for the owner alone
-            return None
+        with contextlib.suppress(OSError, ValueError, TypeError):  # they are for the owner alone
+            return ServerUrls(**json.loads(self._servers.read_text())) if self.is_held() else None
+        return None
 
 
 CHECKPOINTS = {"actor": "checkpoints", "critic": "critic-checkpoints"}  # where the trainer's roles keep theirs, in the run's directory
@@ -254,10 +252,8 @@ def find(run: str, directory: Path) -> tuple[str, RunDirectory | None]:
     """
     path = Path(run)
     if RUN_ID.match(run):
-        for candidate in (directory / run, path):
-            if _is_run(candidate):
-                return run, RunDirectory(candidate.absolute())
-        return run, None
+        there = next(filter(_is_run, (directory / run, path)), None)
+        return run, RunDirectory(there.absolute()) if there else None
     name = path.resolve().name
     if not RUN_ID.match(name):
         raise ConfigError("RUN", run, "expected a run's id (lower-case letters, digits, '-' and '_') or its directory")
@@ -272,11 +268,10 @@ def no_such_run(run: str, directory: Path) -> ConfigError:
 
 
 def _locked(file: IO[str], kind: int) -> bool:
-    try:
+    with contextlib.suppress(BlockingIOError):
         fcntl.flock(file, kind | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    return True
+        return True
+    return False
 
 
 def _is_run(path: Path) -> bool:

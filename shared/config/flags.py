@@ -196,19 +196,24 @@ def _is_none(words: list[str], info: FieldInfo) -> bool:
 
 def _without_credentials(word: str) -> str:
     """Returns a word as others may see it; a table's text with ``…`` in the place of what its keys say is secret."""
-    before, brace, table = word.partition("{")
-    with contextlib.suppress(ValueError):
-        return before + json.dumps(without_credentials(json.loads(brace + table), free=True), ensure_ascii=False)
+    if (table := re.fullmatch(r"((?:[^\[{]*=)?\s*)([\[{].*)", word, re.DOTALL)) and (found := _literal(table[2])) != table[2]:
+        return table[1] + json.dumps(without_credentials(found, free=True), ensure_ascii=False, default=str, skipkeys=True)
     return str(without_credentials(word))
 
 
 def mapping(flag: str, text: str) -> dict[str, Any] | None:
     """Returns the mapping in a flag's text, JSON or Python; None for null. Raises ConfigError."""
+    if isinstance(found := _literal(text), dict | None):
+        return found
+    raise ConfigError(flag, text, "expected a mapping such as '{\"key\": true}'")
+
+
+def _literal(text: str) -> Any:
+    """Returns what a text says in JSON or Python; itself where it is neither."""
     for read_text in (json.loads, ast.literal_eval):
         with contextlib.suppress(ValueError, SyntaxError, RecursionError, MemoryError):
-            if isinstance(found := read_text(text), dict | None):
-                return found
-    raise ConfigError(flag, text, "expected a mapping such as '{\"key\": true}'")
+            return read_text(text)
+    return text
 
 
 def _following(rest: list[str], most: int | None = None) -> list[str]:

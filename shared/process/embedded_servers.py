@@ -213,9 +213,9 @@ class EmbeddedValkey(EmbeddedServer):
         self._appendfsync, self._max_bytes = appendfsync, max_bytes or host_memory()[0] // STORE_SHARE
         self._socket_directory = Path(tempfile.mkdtemp(prefix="myxo-"))  # a short one of its own, readable by its owner alone
         self.address = str(self._socket_directory / "valkey.sock")
-        if not re.fullmatch(r"[!#-&(-~]{1,107}", self.address):
+        if not re.fullmatch(r"[!$&(->@-~]{1,107}", self.address):
             self._socket_directory.rmdir()
-            raise ConfigError("TMPDIR", tempfile.gettempdir(), "up to 80 letters, digits and signs of ASCII: the store's socket lies there")
+            raise ConfigError("TMPDIR", tempfile.gettempdir(), "up to 80 letters, digits and signs of ASCII but quotes, #, % and ?")
         self.url = self.guest_url = f"unix://{self.address}"
         self._guest = ""
         if guest is not None and guest.store is not None:

@@ -49,6 +49,8 @@ def test_a_second_job_of_a_run_is_refused_as_long_as_the_first_one_goes_on(tmp_p
     assert ran("flock() { return 71; }; hold; echo began", MYXO_ROOT=tmp_path).stdout == "began\n", "a file system without locks"
     with RunDirectory(tmp_path).held():
         assert ran("hold; echo began", MYXO_ROOT=tmp_path).returncode == 2
+    looking = "(flock --shared 8; sleep 0.3) 8<$MYXO_ROOT/lock & until ! flock --nonblock $MYXO_ROOT/lock true; do :; done"
+    assert ran(f"{looking}; hold; echo began", MYXO_ROOT=tmp_path).stdout == "began\n", "beside a command that looks at the lock"
 
 
 def test_servers_that_were_given_up_are_not_waited_for(tmp_path: Path) -> None:

@@ -1,5 +1,6 @@
 """A run's directory: its lock, its servers file, what --fresh removes and what it leaves alone."""
 
+import asyncio
 import errno
 import fcntl
 import json
@@ -12,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from myxo.commands import console
 from myxo.commands.up import claimed
 from myxo.main import main
 from myxo.run.run_directory import STATE, RunDirectory, RunHeld, ServerUrls, find, no_such_run
@@ -219,6 +221,38 @@ def test_a_run_is_found_by_id_and_by_directory(tmp_path: Path, monkeypatch: pyte
     assert find("two", Path("runs")) == ("two", None)
     with pytest.raises(ConfigError, match="RUN = 'No Run!'"):
         find("No Run!", Path("runs"))
+
+
+def test_a_link_of_the_runs_name_to_its_files_is_the_run(tmp_path: Path) -> None:
+    config = run_config(tmp_path / "gone", run={"name": "foo", "dir": str(tmp_path / "gone")})
+    (tmp_path / "foo-store").mkdir()
+    (tmp_path / "foo").symlink_to("foo-store")
+    assert RunDirectory(tmp_path / "foo").placed(config).run.root == tmp_path / "foo"
+    with pytest.raises(ConfigError, match="holds the files of run foo"):
+        RunDirectory(tmp_path / "foo-store").placed(config)
+
+
+def test_a_console_beside_a_start_waits_for_the_servers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    files, looked = RunDirectory(tmp_path / "run"), list[bool]()
+    files.logs.mkdir(parents=True)
+    urls = ServerUrls("nats://nowhere", "", 1)
+
+    async def settled(_: RunDirectory) -> ServerUrls:
+        looked.append(True)
+        return urls
+
+    async def origin() -> None:
+        with pytest.raises(LookupError):
+            async with console._origin("run", tmp_path):
+                pass
+
+    def reach(*_: object) -> None:
+        raise LookupError
+
+    monkeypatch.setattr(console, "settled", settled)
+    monkeypatch.setattr(console, "reach", reach)
+    asyncio.run(origin())
+    assert looked
 
 
 def test_a_directory_of_data_is_no_run(tmp_path: Path) -> None:

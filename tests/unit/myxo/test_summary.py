@@ -5,6 +5,7 @@ import contextlib
 import io
 import json
 import math
+import shutil
 from argparse import Namespace
 from collections.abc import AsyncIterator
 from dataclasses import asdict
@@ -16,7 +17,7 @@ import pytest
 from rich.console import Console
 
 from myxo.commands import compare
-from myxo.commands.status import list_runs
+from myxo.commands.status import REWARD, list_runs
 from myxo.launch.exit_report import never_trained, table
 from myxo.run.run_directory import READING, RunDirectory
 from shared.config.run_config import RunConfig
@@ -82,6 +83,19 @@ def test_a_list_of_runs_knows_what_is_finished(
         assert listed() == state, "as by `myxo console`"
     with files.held():
         assert listed() == "running"
+
+
+def test_a_list_of_copies_shows_what_they_have_and_not_the_original(tmp_path: Path) -> None:
+    config, output = run_config(tmp_path), io.StringIO()
+    (config.trained / "tensorboard").mkdir(parents=True)
+    lines = config.trained / "tensorboard" / METRIC_LINES
+    lines.write_text(json.dumps([5.0, 3, {REWARD: 0.5}]) + "\n")
+    RunDirectory(config.run.root).freeze(config)
+    copy = tmp_path / "backup" / config.run.name
+    shutil.copytree(config.run.root, copy)
+    lines.write_text(json.dumps([9.0, 8, {REWARD: 0.9}]) + "\n")
+    assert list_runs(copy.parent, Console(file=output), True) == 0
+    assert [(run["step"], run["reward"]) for run in json.loads(output.getvalue())] == [(4, 0.5)]
 
 
 def scored(number: int, rewards: tuple[float, float], oldest: int, started: float, ended: float, tokens: int = 5) -> ScoredGroup:

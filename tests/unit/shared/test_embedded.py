@@ -40,7 +40,7 @@ def test_a_server_is_waited_for_while_it_reads_what_it_has_written(tmp_path: Pat
         server.stop()
 
 
-@pytest.mark.parametrize("name", ["with a space", "größe", "d" * 90])
+@pytest.mark.parametrize("name", ["with a space", "größe", "d" * 90, "job#12", "a%20b", "what?"])
 def test_a_directory_that_no_store_can_have_its_socket_in_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / name))
     (tmp_path / name).mkdir()
