@@ -160,8 +160,10 @@ def test_a_run_whose_checkpoints_lie_in_its_directory_by_save_moves_with_them(my
     path, config = at_rest
     saved = config.model_copy(update={"trainer": config.trainer.model_copy(update={"save": config.run.dir})})
     RunDirectory(config.run.root).freeze(saved)
-    elsewhere = config.run.dir / "elsewhere"
-    code, out, _ = myxo.run("move", config.run.root, elsewhere)
+    taken, elsewhere = config.run.dir / "taken" / config.run.name, config.run.dir / "elsewhere"
+    taken.parent.mkdir()
+    config.run.root.rename(taken)
+    code, out, _ = myxo.run("move", taken, elsewhere)
     words = out.partition("`myxo up CONFIG ")[2].partition("`")[0].split()
     again = load(path, flags.parse(words))
     assert code == 0 and words == ["--dir", str(elsewhere), "--save", str(elsewhere)]

@@ -405,8 +405,8 @@ def test_the_run_that_evaluates_one_of_a_long_name_has_its_end(tmp_path: Path) -
     assert evaluating(run_config(tmp_path), 3, tmp_path).run.name == "test-eval-v3"
 
 
-def test_the_command_that_continues_a_run_has_no_credentials() -> None:
-    table = '{"api_key": "s3cret", "n": 1}'
+@pytest.mark.parametrize("table", ['{"api_key": "s3cret", "n": 1}', "{'api_key': 's3cret', 'n': 1}"])
+def test_the_command_that_continues_a_run_has_no_credentials(table: str) -> None:
     words = ["--wandb-key", "s3cret", "--lr", "1e-5", "--wandb-key=s3cret", "--judge-url", "http://me:s3cret@host/v1", "--custom-args"]
     again = up.continuing(run_config(Path("/r")), Source.of(Path("run.toml"), [*words, table, "--rm-type", "math"]))
     assert "s3cret" not in again and "wandb" not in again
