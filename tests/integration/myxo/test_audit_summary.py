@@ -346,9 +346,7 @@ async def test_submit_puts_the_run_on_the_bus(
     assert f"MYXO_RUN={run_name}" in out
     frozen = await runs.load(bus, run_name)
     assert frozen.rollout.num_rollout == 7
-    assert config_of(run_name, frozen.run.dir, flags.read([])).model_dump() == frozen.model_dump(), (
-        "which `myxo export` and `myxo eval` read"
-    )
+    assert not frozen.run.root.exists(), "its services make it, as their user"
     assert await runs.store_url(bus, run_name) == given["REDIS_URL"]
     assert await runs.phase(bus, run_name) == runs.RUNNING
     prompts = (config.parent / "prompts.jsonl").rename(config.parent / "away.jsonl")
@@ -359,7 +357,10 @@ async def test_submit_puts_the_run_on_the_bus(
     code, _, err = await asyncio.to_thread(myxo.run, *again, environment=given)
     assert code == 2 and "prompts.jsonl" in err, "a run that failed is checked"
     prompts.rename(config.parent / "prompts.jsonl")
+    frozen.run.root.mkdir(parents=True)
     assert (await asyncio.to_thread(myxo.run, *again, environment=given))[0] == 0
+    there = config_of(run_name, frozen.run.dir, flags.read([]))
+    assert there.model_dump() == frozen.model_dump(), "which `myxo export` and `myxo eval` read"
     assert await runs.phase(bus, run_name) == runs.RUNNING
     assert (
         "MYXO_INSTANCE=rollout-1 python -m services.rollout (lend_gpus)"
