@@ -52,17 +52,16 @@ def move(run: str, directory: Path, target: Path, console: Console, *, keep: boo
         if (free := shutil.disk_usage(there).free) < needed:
             raise ConfigError("DIR", str(target), f"a disk with room for {needed >> 20} MB; {free >> 20} MB are free there")
         _copy(source, goal, stays)
-        saved = {}
+        saved, words = {}, f"--dir {target.absolute()}"
         if config is not None:
             if config.trainer.save is not None and config.trained.resolve() == source:  # the checkpoints come along
-                saved = {"save": target.absolute()}
+                saved, words = {"save": target.absolute()}, f"{words} --save {target.absolute()}"
             RunDirectory(goal).freeze(config.with_fields(run={"dir": target.absolute()}, trainer=saved))
         if not keep:
             files.clear()
             (source / "lock").unlink()
             with contextlib.suppress(OSError):  # others' files lie there
                 source.rmdir()
-    words = f"--dir {target.absolute()}" + (f" --save {target.absolute()}" if saved else "")
     told = f"Run {name} lies in {goal}; what is not its state, as a model that its config names, stays in {source}."
     console.print(f"{told} It continues there: `myxo up CONFIG {words}`.", soft_wrap=True)
     return exit_codes.DONE
