@@ -345,7 +345,7 @@ def submit(path: Path, arguments: list[str], console: Console) -> int:
         raise ConfigError("REDIS_URL", None, "required in the environment: redis://[user:password@]host:port, or REDIS_URL_FILE")
     asyncio.run(check_servers(given, run))
     on_bus(given.nats_url, run, lambda bus: make_run(bus, config, redis_url, asked))
-    if config.run.root.is_dir():  # else its services make it, whose user may be another one
+    if os.path.isdir(config.run.root):  # else its services make it, whose user may be another one
         with contextlib.suppress(OSError):
             RunDirectory(config.run.root).freeze(config)
     own = "its own NATS_URL and REDIS_URL (or the files of NATS_URL_FILE and REDIS_URL_FILE)"

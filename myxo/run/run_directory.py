@@ -205,7 +205,7 @@ class RunDirectory:
         if config is not None and config.run.name != run:
             return runs.files_of_another(self.root, config)
         kept = config.trained / "checkpoints" if config is not None else self.root / "checkpoints"
-        steps = max((int(path.name[5:]) for path in kept.glob("step_*") if path.name[5:].isdecimal()), default=0)
+        steps = max((step for step, _ in complete_checkpoints(kept)), default=0)
         if not steps:
             return ""
         lost = f"{kept} holds a checkpoint of {steps} steps, and the bus holds nothing of run {run}"
@@ -239,7 +239,7 @@ def checkpoints(config: RunConfig) -> list[int]:
 
 def complete_checkpoints(root: Path) -> Iterator[tuple[int, Path]]:
     """Yields the steps and the path of each complete checkpoint in a directory, oldest first."""
-    for path in sorted(root.iterdir()) if root.is_dir() else ():
+    for path in sorted(root.iterdir()) if os.path.isdir(root) else ():  # another user's may not be asked
         if (named := _STEP.fullmatch(path.name)) and (path / MARKER).is_file():
             yield int(named[1]), path
 

@@ -211,7 +211,7 @@ def mapping(flag: str, text: str) -> dict[str, Any] | None:
 def _literal(text: str) -> Any:
     """Returns what a text says in JSON or Python; itself where it is neither."""
     for read_text in (json.loads, ast.literal_eval):
-        with contextlib.suppress(ValueError, SyntaxError, RecursionError, MemoryError):
+        with contextlib.suppress(ValueError, TypeError, SyntaxError, RecursionError, MemoryError):  # a set of tables: TypeError
             return read_text(text)
     return text
 

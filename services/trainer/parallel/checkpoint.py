@@ -490,7 +490,7 @@ def _remove_old(root: Path, newest: int, keep: int | None) -> None:
         settle(root / f"step_{step:08d}")
     for path in (*root.glob(".step_*.partial"), *root.glob(".step_*.damaged")):
         shutil.rmtree(path)  # left by a writer that died, for this one's directory has its final name already; a resume has passed over it
-    found = checkpoints(root)  # a later one than the newest is of a history that a resume has left: another directory never had it
-    kept = found if keep is None else sorted(step for step in found if step <= newest)[-keep:]
+    found = checkpoints(root)  # a later one is of a history that a resume has left, or, at step 0, what a run that lost a disk has left
+    kept = found if keep is None or not newest else sorted(step for step in found if step <= newest)[-keep:]
     for step in found.keys() - kept:
         shutil.rmtree(found[step])

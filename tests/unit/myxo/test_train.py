@@ -412,6 +412,7 @@ def test_the_command_that_continues_a_run_has_no_credentials(table: str) -> None
     assert "s3cret" not in again and "wandb" not in again
     kept = ["run.toml", "--lr", "1e-5", "--judge-url", "http://…@host/v1", "--custom-args", '{"api_key": "…", "n": 1}', "--rm-type", "math"]
     assert shlex.split(again)[-9:] == kept
+    assert shlex.split(up.continuing(run_config(Path("/r")), Source.of(Path("run.toml"), ["--rm-url", "{{}}"])))[-1] == "{{}}"
 
 
 def test_what_is_checked_follows_from_the_settled_rank_of_the_node(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

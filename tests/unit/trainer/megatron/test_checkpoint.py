@@ -267,6 +267,8 @@ def test_the_newest_checkpoint_is_loaded_and_old_ones_go(make_actor, tmp_path):
     assert len(list(tmp_path.iterdir())) == 2
     actor.save_checkpoint(tmp_path, 10, keep=1)  # as on a disk of its own, after a step back since another one lacked 11 and 12
     assert list(checkpoints(tmp_path)) == [10]
+    actor.save_checkpoint(tmp_path, 0, keep=1)  # of a trainer that begins anew since another one lacked all
+    assert sorted(checkpoints(tmp_path)) == [0, 10]
 
 
 def test_a_missing_checkpoint_is_named_with_those_that_exist(make_actor, tmp_path):
