@@ -16,7 +16,7 @@ from shared.process.child_process import ChildProcess
 from tests.chaos.fast import preload  # noqa: F401
 from tests.support import forking
 
-NOTICE_S, JOIN_S = 30.0, 240.0  # a spot machine's; the longest that a wave may take to serve, on a machine with few cores
+NOTICE_S, JOIN_S = 30.0, 600.0  # a spot machine's; the longest that a wave may take to serve, on a machine with few cores
 
 
 def serves(log: Path) -> bool:
