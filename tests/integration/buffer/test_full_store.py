@@ -34,10 +34,14 @@ async def test_a_full_store_holds_admission_back_until_payloads_are_freed(
         [waiting] = await player.all_tasks(1)
         await player.batch(0, working=True)
         junk: list[str] = []
-        while (await store.memory(5.0))[0] < 0.93 * (8 << 20):  # more than it is held back for: connections come and go
-            await store.write({f"other:{len(junk)}": bytes(128 << 10)})
-            junk.append(f"other:{len(junk)}")
-        assert "no new group is admitted" in await until(lambda: held_back(player), "a buffer that holds back")
+
+        async def filled() -> str:
+            while (await store.memory(5.0))[0] < 0.93 * (8 << 20):  # more than it is held back for: connections come and go, then as well
+                await store.write({f"other:{len(junk)}": bytes(128 << 10)})
+                junk.append(f"other:{len(junk)}")
+            return await held_back(player)
+
+        assert "no new group is admitted" in await until(filled, "a buffer that holds back")
         await player.say(Wanted(group=waiting.message.group, attempt=0, count=3, by="a rollout function"))
         await until(lambda: _heard(player), "the request for more groups", 60)
         assert (await player.audit()).admitted == 4, "a rollout function gets no more than others, and asks again"
