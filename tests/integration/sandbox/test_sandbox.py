@@ -8,8 +8,9 @@ import pwd
 import resource
 import subprocess
 import sys
+import threading
 import time
-from concurrent.futures import ThreadPoolExecutor, wait
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 
@@ -109,19 +110,21 @@ def test_a_closed_sandbox_says_so() -> None:
         sandbox.run(Program(command=("true",)))
 
 
-def test_one_that_is_ended_in_the_middle_of_a_call_keeps_its_numbers_until_the_call_knows_of_it() -> None:
+def test_one_that_is_ended_in_the_middle_of_a_call_keeps_its_numbers_until_the_call_knows_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    close, looked_at = sandbox_remedy._close_streams, threading.Event()
+    monkeypatch.setattr(sandbox_remedy, "_close_streams", lambda process: looked_at.wait(60) and close(process))
     sandbox = Sandbox(SETTINGS).wait_ready()
     with ThreadPoolExecutor(1) as threads:
         called = threads.submit(sandbox.run, Program(command=("sleep", "60")))
         time.sleep(0.1)
         sandbox.kill()
-        streams = sandbox._process.stdin, sandbox._process.stdout
-        for stream in streams:  # a closed one's number may be another's by now
-            assert not (stream and stream.closed) or wait([called], 1).done
+        for descriptor in (sandbox._requests, sandbox._answers):
+            assert os.path.samestat(os.fstat(descriptor), os.stat(os.devnull))
+        looked_at.set()  # the call may close them now, and another thread have their numbers
         with pytest.raises(SandboxGone):
             called.result(30)
     sandbox.close()
-    assert all(stream and stream.closed for stream in streams)
+    assert all(stream and stream.closed for stream in (sandbox._process.stdin, sandbox._process.stdout))
 
 
 def test_one_is_ended_also_where_descriptors_have_run_out() -> None:
