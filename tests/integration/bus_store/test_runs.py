@@ -93,7 +93,7 @@ async def test_a_batch_that_no_message_can_hold_is_refused(bus: Bus, run_name: s
     with pytest.raises(ConfigError, match=r"rollout.rollout_batch_size = 65536: at most \d{4,5} with n_samples_per_prompt = 64: a batch's"):
         await runs.create(bus, config(65536, n_samples_per_prompt=64), None)
     assert not await streams.exists(bus, run_name)
-    await runs.create(bus, config(8192, n_samples_per_prompt=64), None)  # some rollouts may fail
+    await runs.create(bus, config(2048, n_samples_per_prompt=64), None)  # fits a server's default of 1 MiB, too
 
 
 async def test_a_value_of_the_training_changes_on_the_record_or_not_at_all(bus: Bus, run_name: str, tmp_path: Path) -> None:
