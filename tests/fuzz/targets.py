@@ -45,8 +45,8 @@ from shared.transfer.weight_checkpoint import (
     load_checkpoint,
 )
 from tests.fuzz.mutations import as_json, as_msgpack, spoiled_bytes, spoiled_text
-from tests.fuzz.valid_messages import every_message
 from tests.support.rollout_reader import RolloutReader
+from tests.support.valid_messages import every_message
 
 ROOT = Path(__file__).resolve().parents[2]
 

@@ -42,6 +42,11 @@ def table(names: str | tuple[str, ...], rows: Iterable[Any]) -> Callable[[Callab
     return decorated
 
 
+def rare(*values: Any, id: str | None = None) -> Any:
+    """A row of ``pytest.mark.parametrize`` that is marked extra."""
+    return pytest.param(*values, marks=pytest.mark.extra, id=id)
+
+
 def not_refused(make: Callable[..., object], cases: Iterable[tuple[Any, ...]]) -> list[str]:
     """Returns the cases (arguments of ``make``, and a list of words) that it does not refuse with a ConfigError of these words."""
     found = []

@@ -4,7 +4,9 @@ import asyncio
 import inspect
 import time
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar
+
+T = TypeVar("T")
 
 DEADLINE = 90.0
 
@@ -24,3 +26,13 @@ async def until(condition: Callable[[], Any], what: str, deadline: float = DEADL
         if time.monotonic() > end:
             raise AssertionError(f"{what} did not come within {deadline:g} s")
         await asyncio.sleep(pause)
+
+
+def wait_until(condition: Callable[[], T], what: str, deadline: float = DEADLINE, pause: float = 0.02) -> T:
+    """As `until`, outside an event loop."""
+    end = time.monotonic() + deadline
+    while not (answer := condition()):
+        if time.monotonic() > end:
+            raise AssertionError(f"{what} did not come within {deadline:g} s")
+        time.sleep(pause)
+    return answer
