@@ -353,7 +353,7 @@ def label_problem(label: Label, result: dict[str, Any], inspection: Inspection) 
     """Returns what is wrong with a label, given what its verifier says of it: whether surely no answer can match it, and why."""
     text, right = label.text.strip(), "give the final answer alone, such as 42 or \\frac{1}{2}"
     name = base(label.verifier)
-    if not text:
+    if not text and needs_label(label.verifier):
         return True, f"is empty; {right if name in _MATHEMATICAL else 'give the text that an answer must have'}"
     if result["why"]:
         return True, f"{result['why']}; {right}"

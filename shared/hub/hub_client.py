@@ -210,7 +210,7 @@ def one_line(error: BaseException, limit: int = 200) -> str:
 
 INDEX = "model.safetensors.index.json"
 
-_NEEDED = ("config.json", "tokenizer.json")
+_NEEDED = ("config.json", "tokenizer.json")  # They come last, so that where they are, all files but the weights are
 
 _SUFFIXES = (".json", ".jinja", ".model", ".tiktoken", ".txt", ".py")
 """Endings of the files beside the weights: config, tokenizer, chat template, and code that an engine may be allowed to run."""
@@ -230,7 +230,8 @@ def model_directory(hub: Hub, name: HubName, *, weights: bool = True) -> Path:
     top = [file for file in listing.files if "/" not in file]
     _check(listing, top)
     templates = [file for file in listing.files if file.startswith(f"{TEMPLATE_FOLDER}/")]
-    download(hub, name, listing, [*(file for file in top if file.endswith(_SUFFIXES)), *templates])
+    beside = [*(file for file in top if file.endswith(_SUFFIXES)), *templates]
+    download(hub, name, listing, sorted(beside, key=lambda file: file in _NEEDED))
     if weights:
         shards = _indexed(snapshot) or (["model.safetensors"] if "model.safetensors" in top else _weights(top))
         if absent := [file for file in shards if file not in listing.files]:

@@ -167,7 +167,7 @@ class Peer:
         _, value, error, given, printed = message
         if printed:
             print(printed, end="")
-        _changed(asked, given)
+        _changed((*asked[1:], *named.values()), given)
         if error is not None:
             raise self._error(*error)
         return value
@@ -189,7 +189,7 @@ class Peer:
             error = _sent_error(raised)
         finally:
             sys.stdout = outside
-        mutable = [each if type(each) in (list, dict, set, bytearray) else None for each in given]
+        mutable = [each if type(each) in (list, dict, set, bytearray) else None for each in (*given, *named.values())]
         try:
             self._send(("answered", value, error, mutable, printed.getvalue()))
         except Exception as raised:
@@ -277,22 +277,26 @@ class Peer:
         module, name, text = held
         return _WRITTEN[module, name][1](getattr(_imported(module), name), self._decoded(text))
 
-    def error_class(self, names: tuple[str, ...]) -> type[BaseException]:
-        """Returns the class of this process for one of the other's: the builtin one, or one of its name below the nearest builtin one."""
-        known = getattr(builtins, names[0], None)
-        if isinstance(known, type) and issubclass(known, BaseException):
-            return known
-        parent = self.error_class(names[1:])
-        return self._errors.setdefault(names[0], type(names[0], (parent,), {"__module__": "solution"}))
+    def error_class(self, names: tuple[tuple[str, str], ...]) -> type[BaseException]:
+        """Returns the class of this process for one of the other's: the builtin one, that of a module that is loaded here, or one of its
+        name below the nearest of these. unittest's own would have a test skipped."""
+        (module, name), *above = names
+        for place in (builtins, sys.modules.get(module)):
+            known = getattr(place, name, None)
+            if isinstance(known, type) and issubclass(known, BaseException) and "unittest" not in str([*known.__mro__]):
+                return known
+        return self._errors.setdefault(name, type(name, (self.error_class(tuple(above)),), {"__module__": "solution"}))
 
-    def _error(self, names: tuple[str, ...], given: tuple[Any, ...], where: str) -> BaseException:
+    def _error(self, names: tuple[tuple[str, str], ...], given: tuple[Any, ...], held: dict[str, Any]) -> BaseException:
         kind = self.error_class(names)
         try:
             error = kind(*given)
-        except TypeError:
-            error = kind(str(given))
-        if where:
-            error.add_note(where)
+        except Exception:
+            try:
+                error = kind.__new__(kind, *given)
+            except TypeError:  # its module alone can make one
+                return self._error(names[1:], given, held)
+        error.__dict__.update(held)
         return error
 
 
@@ -307,24 +311,23 @@ def _named(sent: Any, kind: type[Any]) -> tuple[str, Any] | None:
     return ("type", sent.__name__) if sent in _TYPES else None
 
 
-def _names(kind: type[BaseException]) -> tuple[str, ...]:
-    return tuple(each.__name__ for each in kind.__mro__[: kind.__mro__.index(BaseException) + 1])
+def _names(kind: type[BaseException]) -> tuple[tuple[str, str], ...]:
+    return tuple((each.__module__, each.__name__) for each in kind.__mro__[: kind.__mro__.index(BaseException) + 1])
 
 
-def _sent_error(raised: BaseException) -> tuple[tuple[str, ...], tuple[Any, ...], str]:
-    """Returns an exception as it is sent: its classes, its arguments, and the line of the code that raised it."""
-    where, trace = "", raised.__traceback__
+def _sent_error(raised: BaseException) -> tuple[tuple[tuple[str, str], ...], tuple[Any, ...], dict[str, Any]]:
+    """Returns an exception as it is sent: its classes, its arguments, and its attributes with the line of the code that raised it."""
+    held, trace = {**vars(raised)}, raised.__traceback__
     while trace is not None:
         if trace.tb_frame.f_code.co_filename == "main.py":
-            where = f'File "main.py", line {trace.tb_lineno}, in {trace.tb_frame.f_code.co_name}'
+            held["__notes__"] = [f'File "main.py", line {trace.tb_lineno}, in {trace.tb_frame.f_code.co_name}']
         trace = trace.tb_next
-    given = raised.args if hasattr(builtins, type(raised).__name__) else (str(raised),)
-    return _names(type(raised)), given, where
+    return _names(type(raised)), raised.args if hasattr(builtins, type(raised).__name__) else (str(raised),), held
 
 
-def _changed(asked: tuple[Any, ...], given: list[Any]) -> None:
+def _changed(passed: tuple[Any, ...], given: list[Any]) -> None:
     """Makes lists and the like that were passed as the call has left them."""
-    for mine, theirs in zip(asked[1:], given, strict=False):
+    for mine, theirs in zip(passed, given, strict=False):
         if theirs is None or type(mine) is not type(theirs) or mine == theirs:
             continue
         if isinstance(mine, list | bytearray):

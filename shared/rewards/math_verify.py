@@ -17,6 +17,7 @@ from typing import Any
 from shared.rewards.text_rewards import normalize_final_answer
 
 FENCES = (("$$", "$$"), ("$", "$"), ("\\(", "\\)"), ("\\[", "\\]"), ("\\boxed{", "}"), ("\\text{", "}"), ("\\mathrm{", "}"))
+_EMPHASIS = (("**", "**"), ("*", "*"), ("`", "`"), *((f"\\{name}{{", "}") for name in "emph textbf textit mathbf mathit texttt".split()))
 PERCENT = re.compile(r"\s*\\?%\s*\Z")
 BRACE = re.compile(r"\\[{}]|\\boxed\{|[{}]")
 
@@ -33,13 +34,13 @@ _CURRENCY = re.compile(r"\A\\?\$\s*(?=[-+\d])")
 _SHOWN = 60
 
 
-def bare(text: str) -> str:
+def bare(text: str, fences: tuple[tuple[str, str], ...] = FENCES) -> str:
     """Returns the text without white space, fences and a currency sign around it."""
     text = text.strip().replace("\u2212", "-")
-    for left, right in FENCES:
+    for left, right in fences:
         inside = text[len(left) : -len(right)]
         if text.startswith(left) and text.endswith(right) and inside and (_balanced(inside) if right == "}" else right not in inside):
-            return bare(inside)
+            return bare(inside, fences)
     return _CURRENCY.sub("", text)
 
 
@@ -119,6 +120,9 @@ _PLAIN_ENDING = re.compile(
 _FINAL, _THOUGHT = "####", "</think>"
 _WORDS = re.compile(r"[^\W\d_]+(?:[\s'.-]+[^\W\d_]+)*\.?\Z")
 _PROSE = re.compile(r"(?<!\\)\b(?!(?:arc)?(?:sin|cos|tan)|sqrt|log|exp|(?:and|max|min|inf)\b)[^\W\d_]{3,}\b", re.IGNORECASE)
+_FULL_STOP = re.compile(r"(?<!\.)\.\Z")
+# A short text without two words in it, and no word of several letters, which would be their product
+_TERM = re.compile(r"(?![^\W\d_]{2,}\Z|.*(?<![\\\w])\w+\s+\w).{1,100}\Z", re.DOTALL)
 _DIGITS = re.compile(r"(?<![\w.])[-+]?\d[\d,]*(?:\.\d+)?(?:/\d+)?", re.ASCII)
 
 
@@ -152,23 +156,26 @@ def math_verify(response: str, label: str) -> float:
     response = _tail(response)
     if truth.number is not None and (ending := _PLAIN_ENDING.match(response)) is not None:
         return truth.equals(ending["number"])
-    inside = bare(response)
-    return _compared(inside, lambda: _mixed(inside) or response, truth)
+    return _compared(response, _mixed, truth)
 
 
 @lru_cache(1024)  # the responses of a group often give the same answer
 def _marked_reward(answer: str, label: str) -> float:
-    return _compared(bare(answer), lambda: _latex(answer), _truth(label))
+    return _compared(answer, _latex, _truth(label))
 
 
-def _compared(answer: str, expression: Callable[[], str], truth: _Truth) -> float:
-    """Compares an answer that stands bare; ``expression`` gives it as math-verify is to read it, where it is no number."""
+def _compared(said: str, expression: Callable[[str], str], truth: _Truth) -> float:
+    """Compares an answer; ``expression`` gives it as math-verify is to read it, where it is no number. One term counts as in a box, too."""
+    answer = _plain(said)
+    same = answer.rstrip(".").casefold() == (truth.text or truth.expression.casefold())
     if truth.text is not None:
-        return 1.0 if answer.rstrip(".").casefold() == truth.text else 0.0
+        return float(same)
     number = decimal(answer)
     if truth.number is not None and number is not None:
         return truth.equals(number)
-    found = _parse(f"${number}$" if number is not None else expression())
+    found = _parse(f"${number}$" if number is not None else expression(said))
+    if number is None and "\\boxed" not in said and (same or _TERM.match(answer)):
+        found += _parse(f"${_latex(answer)}$")
     truths = [truth.number or truth.expression, *([f"{truth.number}\\%"] if truth.percent else [])]
     return 1.0 if any(bool(_library().verify(_parsed(expected), found, timeout_seconds=None)) for expected in truths) else 0.0
 
@@ -185,7 +192,7 @@ def _truth(label: str) -> _Truth:
     answer = label if marked is None else marked
     if len(answer) > LONGEST_ANSWER:
         raise ValueError(f"the label {shown(answer)} has {len(answer)} characters; an answer has at most {LONGEST_ANSWER}")
-    text = bare(answer)
+    text = _plain(answer)
     percent = PERCENT.search(text)
     if (number := decimal(text[: percent.start()] if percent else text)) is not None:
         return _Truth(number=number, percent=percent is not None)
@@ -254,12 +261,18 @@ def _tail(response: str) -> str:
     return tail.partition(" ")[2] or tail
 
 
+def _plain(text: str) -> str:
+    """Returns the text as `bare` does, without emphasis and a full stop, too."""
+    inside = bare(_FULL_STOP.sub("", text.strip()), (*FENCES, *_EMPHASIS))
+    return inside if inside == text else _plain(inside)
+
+
 def _latex(text: str) -> str:
-    """Returns ``sin x``, ``sqrt(2)`` and ``x**2`` as LaTeX."""
-    return _mixed(bare(text)) or _ROOT.sub(r"\\sqrt{\1}", _FUNCTION.sub(r"\\\1", text.replace("**", "^")))
+    """Returns ``sin x``, ``sqrt(2)``, ``x**2`` and ``2 1/2`` as LaTeX."""
+    return _ROOT.sub(r"\\sqrt{\1}", _FUNCTION.sub(r"\\\1", _mixed(text).replace("**", "^")))
 
 
-def _mixed(text: str) -> str | None:
-    """Returns ``2 1/2`` as LaTeX, which math-verify adds up; None where it is no mixed fraction."""
-    found = mixed(text)
-    return f"${found[0]}({found[1]}+\\frac{{{found[2]}}}{{{found[3]}}})$" if found else None
+def _mixed(text: str) -> str:
+    """Returns ``2 1/2`` as LaTeX, which math-verify adds up, and any other text as it is."""
+    found = mixed(_plain(text))
+    return f"${found[0]}({found[1]}+\\frac{{{found[2]}}}{{{found[3]}}})$" if found else text

@@ -41,6 +41,8 @@ def _myxo_plain(value):
             return set(found) if kind is frozenset else kind(found)
     if value is None:
         return None
+    if hasattr(value, "item"):  # a number of numpy's, or an array of one
+        return _myxo_plain(value.item())
     if hasattr(value, "as_integer_ratio"):
         return float(value)
     raise TypeError(f"a value of type {type(value).__name__} is not compared")
@@ -64,7 +66,8 @@ class OutputCase:
 
 @dataclass(frozen=True)
 class ValueCase:
-    """An expression has to have the value ``expected``, of Python's plain types. ``setup``: runs before it. as_json: lists are tuples."""
+    """An expression has to have the value ``expected``, of Python's plain types. ``setup``: runs before it. as_json: or as JSON has
+    it."""
 
     expression: str
     expected: Any
@@ -79,7 +82,7 @@ class ValueCase:
         """Returns whether the value is the expected one."""
         try:
             found = ast.literal_eval(result.report.decode(errors="replace"))
-            return bool(_listed(found) == _listed(self.expected) if self.as_json else found == self.expected)
+            return bool(found == self.expected or (self.as_json and _as_json(found) == _as_json(self.expected)))
         except (ValueError, SyntaxError, TypeError, RecursionError, MemoryError):  # what the program makes of it is no value
             return False
 
@@ -259,11 +262,9 @@ def _call(name: str, given: Any, expected: Any, setup: str) -> ValueCase:
     return ValueCase(f"{found}(*{arguments!r})", expected, setup, as_json=True)
 
 
-def _listed(value: Any) -> Any:
-    """Returns a value with lists in the place of tuples, of which JSON has none."""
-    if isinstance(value, list | tuple):
-        return [_listed(item) for item in value]
-    return {key: _listed(item) for key, item in value.items()} if isinstance(value, dict) else value
+def _as_json(value: Any) -> Any:
+    """Returns a value as JSON has it, with lists in the place of tuples and with texts as keys. Raises TypeError where it has no such."""
+    return json.loads(json.dumps(value))
 
 
 def _text(value: Any) -> str:

@@ -30,6 +30,7 @@ import types
 FIRST = os.getpid() == 1  # Whether this is process 1 of a sandbox, which sees no others; without bubblewrap it is one of the host's
 # What the kernel keeps for a file of any size, and at most for data that no one has read from a local socket
 ENTRY_BYTES, SOCKET_BYTES = 2 << 10, 208 << 10
+_APART = (b"VmPTE:", b"HugetlbPages:")  # A process's page tables and huge pages, which no other count of its memory has
 _TICKS_PER_S = os.sysconf("SC_CLK_TCK")
 
 
@@ -79,7 +80,7 @@ def usage_of(pid: int) -> tuple[int, int, float]:
         return 0, 0, 0.0
     return (
         int(fields[17]),
-        _sum(f"/proc/{pid}/status", b"RssAnon:", b"RssShmem:", b"VmPTE:") or 0,
+        _sum(f"/proc/{pid}/status", b"RssAnon:", b"RssShmem:", *_APART) or 0,
         sum(map(int, fields[11:15])) / _TICKS_PER_S,
     )
 
@@ -98,7 +99,7 @@ def exact(pids: list[int]) -> int:
     total = 0
     for pid in pids:
         shared = _sum(f"/proc/{pid}/smaps_rollup", b"Pss_Anon:", b"Pss_Shmem:")
-        total += usage_of(pid)[1] if shared is None else shared + (_sum(f"/proc/{pid}/status", b"VmPTE:") or 0)
+        total += usage_of(pid)[1] if shared is None else shared + (_sum(f"/proc/{pid}/status", *_APART) or 0)
     return total
 
 

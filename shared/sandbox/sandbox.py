@@ -189,9 +189,7 @@ class Sandbox:
         with self._lock:  # such a thread knows of the end now
             self._kill_first()
             _close_streams(self._process)
-            if self._information >= 0:
-                os.close(self._information)
-                self._information = -1
+            self._close_information()
         if self._folder is not None:
             self._folder.cleanup()
 
@@ -207,27 +205,29 @@ class Sandbox:
 
     def _spawned(self, program: str, apart: bool) -> "subprocess.Popen[bytes]":
         """Starts bubblewrap. ``apart``: programs are another user than the supervisor. Raises _NotMapped where they cannot be."""
-        with contextlib.ExitStack() as closed:
-            passed = []
+        with contextlib.ExitStack() as ours, contextlib.ExitStack() as passed:
             self._information, written = os.pipe()
+            ours.callback(self._close_information)
+            passed.callback(os.close, written)
             hears, says = os.pipe() if apart else (None, None)
-            for descriptor in (*map(_filled, (supervisor_code(), PASSWD, syscall_filter())), written, hears):
-                if descriptor is not None:
-                    passed.append(descriptor)
-                    closed.callback(os.close, descriptor)
-            code, passwd, syscalls = passed[:3]
+            for stack, end in ((passed, hears), (ours, says)):
+                if end is not None:
+                    stack.callback(os.close, end)
+            code, passwd, syscalls = (_filled(data, passed) for data in (supervisor_code(), PASSWD, syscall_filter()))
             given = SandboxDescriptors(code, passwd, syscalls, written, hears)
-            process = _started(bwrap_command(program, self.settings, given), None, tuple(passed))
-        if says is None:
-            return process
-        try:
-            self._map_users(says)
-        except BaseException:
-            os.close(says)
-            _close_streams(process)  # bubblewrap ends by itself then; if it were killed, its child would wait for ever
-            process.wait()
-            raise
-        os.close(says)
+            inherited = tuple(end for end in vars(given).values() if end is not None)
+            process = _started(bwrap_command(program, self.settings, given), None, inherited)
+            passed.close()
+            if says is None:
+                ours.pop_all()
+                return process
+            try:
+                self._map_users(says)
+            except BaseException:
+                ours.close()
+                _close_streams(process)  # bubblewrap ends by itself then; if it were killed, its child would wait for ever
+                process.wait()
+                raise
         return process
 
     def _map_users(self, says: int) -> None:
@@ -252,11 +252,15 @@ class Sandbox:
             if not (part := os.read(self._information, _CHUNK)):
                 break
             text += part
-        os.close(self._information)
-        self._information = -1
+        self._close_information()
         if b"}" in text:
             self._child = int(json.loads(text)["child-pid"])
             self._pid = os.pidfd_open(self._child)
+
+    def _close_information(self) -> None:
+        descriptor, self._information = self._information, -1
+        if descriptor >= 0:
+            os.close(descriptor)
 
     def _kill_first(self) -> None:
         """Kills the sandbox's first process, and with it all others."""
@@ -392,9 +396,10 @@ def _readable(descriptor: int, seconds: float, event: int = select.POLLIN) -> bo
     return bool(waiting.poll(max(0.0, seconds) * 1000))
 
 
-def _filled(data: bytes) -> int:
-    """Returns a descriptor to read the data from."""
+def _filled(data: bytes, closed: contextlib.ExitStack) -> int:
+    """Returns a descriptor to read the data from, until ``closed`` is."""
     descriptor = os.memfd_create("myxo-sandbox")
+    closed.callback(os.close, descriptor)
     os.write(descriptor, data)
     os.lseek(descriptor, 0, os.SEEK_SET)
     return descriptor
