@@ -357,7 +357,6 @@ def label_problem(label: Label, result: dict[str, Any], inspection: Inspection) 
         return True, f"is empty; {right if name in _MATHEMATICAL else 'give the text that an answer must have'}"
     if result["why"]:
         return True, f"{result['why']}; {right}"
-    prose = len(text.split()) > PROSE_WORDS
     if name in _MATHEMATICAL:
         return _math_problem(text, f"{name} reads {result['reads'][:60]!r}", result["matches"], right)
     if name != "exact":
@@ -365,7 +364,7 @@ def label_problem(label: Label, result: dict[str, Any], inspection: Inspection) 
     longest, tokenizer = inspection.config.rollout.rollout_max_response_len, inspection.tokenizer
     if tokenizer is not None and len(text) > longest and (tokens := len(tokenizer.encode(text))) > longest:
         return True, f"has {tokens} tokens, and {label.verifier} compares all of a response; rollout_max_response_len = {longest}"
-    if prose:
+    if len(text.split()) > PROSE_WORDS:
         verifier = f"{label.verifier} rewards only a response that is the same"
         return False, f"is a whole text, and {verifier}; give the answer alone, or another rm_type"
     return None

@@ -242,12 +242,8 @@ def model_directory(hub: Hub, name: HubName, *, weights: bool = True) -> Path:
 
 def _complete(snapshot: Path, weights: bool) -> bool:
     """Returns whether the cache holds every file; without a network there is nothing but the cache to go by."""
-    if not all((snapshot / file).is_file() for file in _NEEDED):
-        return False
-    if not weights:
-        return True
-    shards = _indexed(snapshot)
-    return all((snapshot / file).is_file() for file in shards) if shards else any(snapshot.glob("*.safetensors"))
+    needed = (*_NEEDED, *(_indexed(snapshot) if weights else ()))
+    return all((snapshot / file).is_file() for file in needed) and (not weights or any(snapshot.glob("*.safetensors")))
 
 
 def _indexed(snapshot: Path) -> list[str]:

@@ -213,8 +213,7 @@ def local(
     def change(field: str, name: HubName) -> Path:
         if name.commit is None:
             raise HubError("has no commit; the config of a run has one with each name")
-        is_model = _is_model(field)
-        path = hub_client.model_directory(source, name, weights=weights) if is_model else rows_file(source, name)
+        path = hub_client.model_directory(source, name, weights=weights) if _is_model(field) else rows_file(source, name)
         source.remember(name)
         return path
 
@@ -259,22 +258,18 @@ def _changed(config: RunConfig, fields: Collection[str], change: Change) -> RunC
         current = sections.get(section, getattr(config, section))
         try:
             if dotted == FROZEN:
-                if (engines := current.with_checkpoints(partial(_new_value, change=change))) != current:
-                    sections[section] = engines
-                continue
-            if dotted == SETS:
-                if (
-                    evaluation := current.with_files(lambda name, file: replace(file, path=_new_value(name, file.path, change)))
-                ) != current:
-                    sections[section] = evaluation
-                continue
-            value = getattr(current, field, None)  # a config may be left without it
-            new = _new_value(dotted, value, change)
+                new = current.with_checkpoints(partial(_new_value, change=change))
+            elif dotted == SETS:
+                new = current.with_files(lambda name, file: replace(file, path=_new_value(name, file.path, change)))
+            else:
+                value = getattr(current, field, None)  # a config may be left without it
+                path = _new_value(dotted, value, change)
+                new = current if path is value else current.model_copy(update={field: path})
         except ConfigError as error:
             problems.append(error)
             continue
-        if new is not value:
-            sections[section] = current.model_copy(update={field: new})
+        if new != current:
+            sections[section] = new
     raise_problems(problems)
     return config.model_copy(update=sections) if sections else config
 

@@ -17,7 +17,8 @@ from typing import Any
 from shared.rewards.text_rewards import normalize_final_answer
 
 FENCES = (("$$", "$$"), ("$", "$"), ("\\(", "\\)"), ("\\[", "\\]"), ("\\boxed{", "}"), ("\\text{", "}"), ("\\mathrm{", "}"))
-_EMPHASIS = (("**", "**"), ("*", "*"), ("`", "`"), *((f"\\{name}{{", "}") for name in "emph textbf textit mathbf mathit texttt".split()))
+_COMMANDS = ("emph", "textbf", "textit", "texttt", "mathbf", "mathit")
+_EMPHASIS = (("**", "**"), ("*", "*"), ("`", "`"), *((f"\\{name}{{", "}") for name in _COMMANDS))
 PERCENT = re.compile(r"\s*\\?%\s*\Z")
 BRACE = re.compile(r"\\[{}]|\\boxed\{|[{}]")
 
@@ -73,11 +74,6 @@ def mixed(text: str) -> tuple[str, str, str, str] | None:
 def shown(label: str) -> str:
     """Returns a label as errors show it."""
     return repr(label if len(label) <= _SHOWN else f"{label[:_SHOWN]}…")
-
-
-def math_label(label: str) -> str:
-    """Returns the label as slime's ``math`` and ``deepscaler`` read it rightly. Raises ValueError where they cannot: see `math_labels`."""
-    return math_labels(label)[0]
 
 
 @lru_cache(64)  # the samples of a group have one label
@@ -152,7 +148,7 @@ def math_verify(response: str, label: str) -> float:
     response = said if said.strip() else response
     answer = _marked(response)
     if answer is not None:
-        return _marked_reward(answer, label) if len(answer) <= LONGEST_ANSWER else 0.0
+        return _compared(answer, _latex, truth) if len(answer) <= LONGEST_ANSWER else 0.0
     response = _tail(response)
     if truth.number is not None and (ending := _PLAIN_ENDING.match(response)) is not None:
         return truth.equals(ending["number"])
@@ -160,10 +156,6 @@ def math_verify(response: str, label: str) -> float:
 
 
 @lru_cache(1024)  # the responses of a group often give the same answer
-def _marked_reward(answer: str, label: str) -> float:
-    return _compared(answer, _latex, _truth(label))
-
-
 def _compared(said: str, expression: Callable[[str], str], truth: _Truth) -> float:
     """Compares an answer; ``expression`` gives it as math-verify is to read it, where it is no number. One term counts as in a box, too."""
     answer = _plain(said)

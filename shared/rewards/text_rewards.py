@@ -73,19 +73,14 @@ def verify(
         return score == 1, found
     named = re.findall(ANSWER, response)
     found = normalize_final_answer(named[-1] if named else INVALID)
-    expected = remove_boxed(last_boxed_only_string(answer)) if False else answer
-    return found == str(int(float(normalize_final_answer(expected)))), found
+    return found == str(int(float(normalize_final_answer(answer)))), found
 
 
 def is_correct_strict_box(response: str, truth: str, pause_tokens_index: list[int] | None = None) -> tuple[int, str | None]:
     """Returns 1 where the last box in the last characters holds just ``truth``, else -1, and what it holds."""
-    if pause_tokens_index is None:
-        tail = response[-LAST_OF_BOX:]
-    elif len(pause_tokens_index) == 4:
-        tail = response[pause_tokens_index[-1] - LAST_OF_BOX :]
-    else:
+    if pause_tokens_index is not None and len(pause_tokens_index) != 4:
         raise AssertionError(f"pause_tokens_index has {len(pause_tokens_index)} entries; expected 4")
-    boxed = last_boxed_only_string(tail)
+    boxed = last_boxed_only_string(response[(pause_tokens_index[-1] if pause_tokens_index else 0) - LAST_OF_BOX :])
     found = None if boxed is None else remove_boxed(boxed)
     return (1 if found == truth else -1), found
 

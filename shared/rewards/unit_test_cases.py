@@ -245,14 +245,11 @@ def _runs_all(node: ast.stmt) -> bool:
 
 def _comparison(node: ast.stmt, setup: str) -> ValueCase | None:
     """Returns ``assert expression == literal``, either way round, as a case; None of another statement."""
-    if not isinstance(node, ast.Assert) or not isinstance(node.test, ast.Compare) or not isinstance(node.test.ops[0], ast.Eq):
-        return None
-    sides = [node.test.left, *node.test.comparators]
-    if len(sides) != 2:
-        return None
-    for expression, literal in (sides, sides[::-1]):
-        with contextlib.suppress(ValueError, TypeError):
-            return ValueCase(ast.unparse(expression), ast.literal_eval(literal), setup)
+    match node:
+        case ast.Assert(test=ast.Compare(left=left, ops=[ast.Eq()], comparators=[right])):
+            for expression, literal in ((left, right), (right, left)):
+                with contextlib.suppress(ValueError, TypeError):
+                    return ValueCase(ast.unparse(expression), ast.literal_eval(literal), setup)
     return None
 
 

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from shared.rewards.boxed_math import extract_answer, get_deepscaler_rule_based_reward, grade_answer_verl
-from shared.rewards.math_verify import integer_label, math_label, math_labels, math_verify, read
+from shared.rewards.math_verify import integer_label, math_labels, math_verify, read
 from shared.rewards.names import BOXED, REASONING_GYM, RUNS_CODE
 from shared.rewards.reference import Reference
 from shared.rewards.text_rewards import (
@@ -124,7 +124,10 @@ VERIFIERS: dict[str, Verifier] = {
     "random": lambda response, reference: float(random.randint(0, 1)),
     "unit_tests": unit_tests,
 }
-READ_LABEL: dict[str, Callable[[str], str]] = {"dapo": integer_label, "deepscaler": math_label, "math": math_label, "math_verify": read}
+READ_LABEL: dict[str, Callable[[str], str]] = {
+    **{"dapo": integer_label, "math_verify": read},
+    **dict.fromkeys(("deepscaler", "math"), lambda label: math_labels(label)[0]),
+}
 """Readers of labels, by ``rm_type``; raises ValueError for one that it would compare wrongly, or with nothing.
 
 The others take a label as it is."""

@@ -78,11 +78,8 @@ def usage_of(pid: int) -> tuple[int, int, float]:
     fields = _stat(pid)
     if not fields:
         return 0, 0, 0.0
-    return (
-        int(fields[17]),
-        _sum(f"/proc/{pid}/status", b"RssAnon:", b"RssShmem:", *_APART) or 0,
-        sum(map(int, fields[11:15])) / _TICKS_PER_S,
-    )
+    memory = _sum(f"/proc/{pid}/status", b"RssAnon:", b"RssShmem:", *_APART) or 0
+    return int(fields[17]), memory, sum(map(int, fields[11:15])) / _TICKS_PER_S
 
 
 def _sum(path: str, *names: bytes) -> int | None:

@@ -1,5 +1,6 @@
 """Models by name: what is downloaded, what is pinned, and what is said where that does not work."""
 
+import errno
 import json
 import shutil
 import socket
@@ -217,6 +218,25 @@ def test_a_file_in_the_cache_that_is_not_whole_comes_again(hub: HubServer, tmp_p
     (directory / "model.safetensors").resolve().write_bytes(b"cut")
     (directory / "config.json").unlink()
     assert (hub_resolve.local(config).model.hf_checkpoint / "model.safetensors").read_bytes() == MODEL["model.safetensors"]
+
+
+def test_where_a_download_of_config_and_tokenizer_broke_off_the_rest_comes_next_time(
+    hub: HubServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hub.commit("models", "org/model", MODEL)
+    config, fetch = hub_resolve.pinned(named(tmp_path)), hub_client._Transfer._fetch
+    for absent in ("tokenizer_config.json", "tokenizer.json"):
+
+        def broken(transfer: hub_client._Transfer, absent: str = absent) -> None:
+            if transfer.file == absent:
+                raise OSError(errno.EIO, "broke off")
+            fetch(transfer)
+
+        with monkeypatch.context() as breaking, pytest.raises(ConfigError, match="broke off"):
+            breaking.setattr(hub_client._Transfer, "_fetch", broken)
+            hub_resolve.for_service(config, "buffer")
+    directory = hub_resolve.for_service(config, "buffer").model.hf_checkpoint
+    assert sorted(path.name for path in directory.iterdir()) == ["config.json", "tokenizer.json", "tokenizer_config.json"]
 
 
 def test_room_is_looked_for_before(hub: HubServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

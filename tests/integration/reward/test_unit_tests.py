@@ -157,7 +157,9 @@ async def test_a_test_that_did_not_come_to_its_end_has_not_passed(pool: Verifier
 STACK = """
 from collections import Counter, namedtuple
 from dataclasses import dataclass
-import contextlib, enum, math
+import contextlib, enum, json, math, subprocess
+class Refused(ValueError):
+    def __init__(self, code, by): super().__init__(f"refused: {code}"); self.code, self.by = code, by
 class Empty(Exception): pass
 class Stack:
     def __init__(self, *items): self.items = list(items)
@@ -195,6 +197,9 @@ def divide(a, b=2): return a / b
 def raw(): raise KeyError("k")
 def kinds(x): return type(x).__name__
 def biggest(values): return max(values, key=len)
+def parse(text): return json.loads(text)
+def call(): raise subprocess.CalledProcessError(3, ["ls"])
+def refuse(): raise Refused(400, Stack(1))
 """
 
 
@@ -212,6 +217,11 @@ def biggest(values): return max(values, key=len)
         ),
         "d = Deep([1]); d.append(2); assert d.top() == 2 and d == [1, 2] and [1, 2] == d and d != [1]",
         pytest.param("values = [3, 1, 2]; sort(values); assert values == [1, 2, 3]", marks=pytest.mark.extra),
+        "values = [3, 1]; sort(values=values); assert values == [1, 3]",
+        "import json\ntry: parse('{')\nexcept json.JSONDecodeError as error: assert (error.pos, error.doc) == (1, '{')\nelse: assert False",
+        "import subprocess as s\ntry: call()\nexcept s.CalledProcessError as error: assert error.returncode == 3\nelse: assert False",
+        "try: refuse()\nexcept Refused as e: assert (e.code, str(e), e.by.pop()) == (400, 'refused: 400', 1)\nelse: assert False",
+        "try: refuse()\nexcept ValueError as e: assert e.code != 401 and 'in refuse' in e.__notes__[0]\nelse: assert False",
         "assert apply(lambda value: value * 2, [1, 2]) == [2, 4] and apply(str, [1]) == ['1']",
         pytest.param("import itertools\nassert list(itertools.islice(evens(), 3)) == [0, 2, 4]", marks=pytest.mark.extra),
         pytest.param(
@@ -296,6 +306,7 @@ if any(re.search("assert x == [5]1|self.assertEqual.f.1., [5]1", text) for text 
         "import os\ndef f(x):\n  for n in range(3, 200):\n    try: os.write(n, b'passed')\n    except OSError: pass\n  os._exit(0)",
         "import os, atexit\natexit.register(os._exit, 0)\ndef f(x): raise SystemExit(0)",
         "import unittest\ndef f(x): raise unittest.SkipTest",
+        "import unittest\nclass S(unittest.SkipTest, OSError): pass\ndef f(x): raise S",
         "import builtins as b, unittest as u\nu.TestCase.run = b.AssertionError = b.abs = lambda *_: 0\ndef f(x): return 0",
         "import sys, os\nopen('unittest.py', 'w').write('raise SystemExit(0)')\nsys.path.insert(0, os.getcwd())\ndef f(x): return 0",
         "import sys\np = sys._getframe(3).f_locals['self']\ndef f(x):\n  p._encoded = lambda _: ('written', ('os', '_exit', 0))",

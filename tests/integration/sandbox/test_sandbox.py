@@ -2,6 +2,8 @@
 
 import ast
 import contextlib
+import errno
+import io
 import json
 import os
 import pwd
@@ -13,12 +15,13 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 
 from shared.rewards.unit_test_cases import ScriptCase
+from shared.sandbox import program_supervisor, sandbox_command
 from shared.sandbox import sandbox as sandbox_remedy
-from shared.sandbox import sandbox_command
 from shared.sandbox.program import Program, SandboxSettings
 from shared.sandbox.sandbox import Sandbox, SandboxGone, SandboxPool, SandboxUnavailable, may_separate
 from shared.sandbox.sandbox_command import syscall_filter
@@ -239,6 +242,22 @@ def test_a_start_that_is_interrupted_leaves_nothing(monkeypatch: pytest.MonkeyPa
             sandbox.wait_ready()
     children = Path(f"/proc/{started[0].pid}/task/{started[0].pid}/children")
     assert started[0].wait(60) is not None and not children.exists()
+
+
+@pytest.mark.parametrize("call", ["subprocess.Popen", "os.memfd_create"])
+def test_a_start_that_fails_leaves_no_descriptor_open(monkeypatch: pytest.MonkeyPatch, call: str) -> None:
+    before = os.listdir("/proc/self/fd")
+    with monkeypatch.context() as failing, pytest.raises((SandboxUnavailable, OSError), match="no more memory"):
+        failing.setattr(f"shared.sandbox.sandbox.{call}", Mock(side_effect=OSError(errno.ENOMEM, "no more memory")))
+        Sandbox(SETTINGS)
+    assert os.listdir("/proc/self/fd") == before
+
+
+def test_huge_pages_count_as_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    files = {"status": b"RssAnon:\t4 kB\nHugetlbPages:\t2048 kB\n", "smaps_rollup": b"Pss_Anon:  4 kB\nPss_Shmem:  0 kB\n"}
+    monkeypatch.setattr(program_supervisor, "open", lambda path, *_: io.BytesIO(files[Path(path).name]), raising=False)
+    monkeypatch.setattr(program_supervisor, "_stat", lambda _: [b"1"] * 20)
+    assert program_supervisor.usage_of(2)[1] == program_supervisor.exact([2]) == 2052 << 10
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can give programs another user")

@@ -6,9 +6,10 @@ from unittest.mock import AsyncMock
 
 import pytest
 
+from myxo.preflight.data_checks import Label, label_problem
 from myxo.preflight.inspection import Inspection, Note
 from myxo.preflight.machine_checks import check_rewards, check_servers
-from shared.rewards.names import missing_package
+from shared.rewards.names import VERIFIERS, WITHOUT_LABEL, base, missing_package
 from tests.support.run_config import run_config
 
 
@@ -48,6 +49,20 @@ def test_a_key_that_is_not_set_is_named(tmp_path: Path, monkeypatch: pytest.Monk
     assert problems(tmp_path, **judge) == ["reward.judge_key_variable = 'JUDGE_KEY': a variable that is set where `myxo up` starts"]
     monkeypatch.setenv("JUDGE_KEY", "hush")
     assert problems(tmp_path, **judge) == []
+
+
+def test_an_empty_label_is_wrong_only_where_one_is_read(tmp_path: Path) -> None:
+    inspection, said = Inspection(run_config(tmp_path)), {"matches": True, "reads": "", "why": ""}
+    found = {name: label_problem(Label("file:1", name, " "), said, inspection) for name in VERIFIERS if base(name) != "unit_tests"}
+    assert {base(name) for name, problem in found.items() if problem is None} == set(WITHOUT_LABEL)
+    assert {base(name) for name, problem in found.items() if problem and problem[0]} == {
+        "dapo",
+        "deepscaler",
+        "exact",
+        "f1",
+        "math",
+        "math_verify",
+    }
 
 
 def test_an_environment_of_either_kind_that_does_not_listen_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,11 +3,12 @@
 from typing import Any
 from unittest.mock import Mock
 
+import numpy as np
 import pytest
 
 from shared.rewards import verifiers
 from shared.rewards.reference import Reference, label_problem
-from shared.rewards.unit_test_cases import Case, OutputCase, ScriptCase, ValueCase, cases_of, fenced_code
+from shared.rewards.unit_test_cases import _PLAIN, Case, OutputCase, ScriptCase, ValueCase, cases_of, fenced_code
 from shared.runtime.errors import DeadlineExceeded
 from shared.sandbox.program import ProgramResult, SandboxSettings
 from shared.sandbox.sandbox import SandboxGone, SandboxPool
@@ -85,6 +86,32 @@ def test_of_test_classes_those_are_run_that_have_tests_or_may_get_them() -> None
     assert found[1:] == ["TestA))", "TestB))", "TestC))", "TestD))"]
     [first, *_] = cases_of(CLASSES)
     assert isinstance(first, ScriptCase) and first.code.endswith("\n__import__('asyncio').run(test_e())")
+
+
+@table(
+    ("report", "passed"),
+    [
+        ("{1: [1, 2]}", True),
+        ("{'1': (1, 2)}", True),
+        ("{2: [1, 2]}", False),
+        ("{1: [2, 1]}", False),
+        ("[[1, [1, 2]]]", False),
+        ("{1}", False),
+    ],
+)
+def test_a_value_is_compared_as_json_has_it_whose_keys_are_texts(report: str, passed: bool) -> None:
+    [case] = cases_of({"inputs": [["a"]], "outputs": [{"1": [1, 2]}], "fn_name": "f"})
+    assert case.passed(ProgramResult("ok", 0, None, b"", b"", report.encode(), False, 0.1, 0.1, 1)) == passed
+
+
+def test_numbers_of_numpy_are_compared_as_pythons_and_arrays_are_not() -> None:
+    inside: dict[str, Any] = {}
+    exec(_PLAIN, inside)
+    given = [np.int64(3), np.bool_(True), np.float32(0.5), np.complex64(1), (np.array(2),)]
+    assert repr(inside["_myxo_plain"](given)) == "[3, True, 0.5, (1+0j), (2,)]"
+    for other in (np.array([1, 2]), np.datetime64("2020")):
+        with pytest.raises((TypeError, ValueError)):
+            inside["_myxo_plain"](other)
 
 
 def test_functions_and_classes_run_behind_the_setup() -> None:
