@@ -257,7 +257,7 @@ class _OpenRun:
 @contextlib.asynccontextmanager
 async def _opened(run: str, directory: Path) -> AsyncIterator[_OpenRun]:
     there = find(run, directory)[1] if given_servers().nats_url is None else None
-    with contextlib.closing(GroupIndex("")) as index:
+    with contextlib.closing(GroupIndex()) as index:
         if there is not None and there.at_rest_without_streams() and files(there.root / DIRECTORY):
             yield _OpenRun(there, index)
             return

@@ -26,12 +26,12 @@ from shared.runtime import exit_codes
 from shared.runtime.errors import ConfigError, MyxoError
 from shared.runtime.safe_text import json_text, number, printable_line, say
 from shared.view.alarms import Alarm
+from shared.view.flow_history import REWARD
 from shared.view.run_summary import SummaryTally, collect
-from shared.view.run_view import LATELY_SECONDS, RunView, ServiceFailures, run_view, with_failures
+from shared.view.run_view import LATELY_SECONDS, RunView, run_view, with_failures
 from shared.view.stall import run_stall
 
 POLL_INTERVAL_S = 0.5
-REWARD = "rollout/raw_reward"
 LONGEST_REASON = 1000  # characters of the reason of a run that failed
 
 
@@ -110,7 +110,8 @@ async def status(run: str, directory: Path, console: Console, as_json: bool) -> 
             watched = RunWatch(access.bus, access.config, access.directory.root)
             alarmed = await watched.standing(services, live=True)
             wait = run_stall(await watched.situation(services))
-            view = with_failures(run_view(access.config, services, wait=wait), watched.history.failures)
+            failures = watched.history.failures
+            view = with_failures(run_view(access.config, services, wait=wait), failures, failures.restarts.total())
             found = _running(view, alarmed, console, as_json)
         else:
             tally = await collect(access.bus, access.config)
@@ -136,7 +137,6 @@ async def _phase(access: Access) -> tuple[str | None, str]:
 def _running(view: RunView, alarmed: list[Alarm], console: Console, as_json: bool) -> dict[str, Any]:
     if as_json:
         fields = asdict(view)
-        del fields["restarts"]
         for line in fields["services"]:
             del line["restarts"]
         return fields
@@ -188,21 +188,25 @@ async def watch(run: str, directory: Path, console: Console) -> int:
 
 
 async def _until_end(access: Access, console: Console) -> None:
-    config, run, bus = access.config, access.run, access.bus
+    run, bus = access.run, access.bus
     began = await runs.trained_steps(bus, run)
-    view = RunView.at_start(config, began)
+    view = RunView.at_start(access.config, began)
     registry, shown, phase = Registry(bus, run), Display(console, time.monotonic()), runs.RUNNING
-    watched = RunWatch(bus, config, access.directory.root)
-    alarmed, judged, lately = list[Alarm](), -ALARM_SECONDS, ServiceFailures()
+    watched = RunWatch(bus, access.config, access.directory.root)
+    history = watched.history
+    alarmed, judged = list[Alarm](), -ALARM_SECONDS
     try:
         while True:
             try:
                 services = await registry.alive()
                 if time.monotonic() > judged + ALARM_SECONDS:
                     alarmed, judged = await watched.standing(services, live=True), time.monotonic()
-                    lately = watched.history.failures_since(time.time() - LATELY_SECONDS)
-                wait = await watched.wait(services, time.time())
-                view = with_failures(run_view(config, services, before=view, began=began, wait=wait), lately)
+                if watched.history is not history:  # also of a run that was begun anew
+                    began, history = await runs.trained_steps(bus, run), watched.history
+                    view = RunView.at_start(watched.config, began)
+                now = time.time()
+                view = run_view(watched.config, services, before=view, began=began, wait=await watched.wait(services, now))
+                view = with_failures(view, history.failures_since(now - LATELY_SECONDS), history.failures.restarts.total())
                 found, reason = await runs.phase_and_reason(bus, run)
                 phase = found or runs.RUNNING
                 view = view.stopped(reason if phase == runs.FAILED else "")

@@ -134,7 +134,7 @@ async def _look(access: Access, found: RunWatch, window_s: float, away: str = ""
     now = time.time()
     wait = found.wait_without_bus(away, now) if away else await found.wait(statuses, now) if statuses else None
     kinds = {alarm.kind for alarm in raised}
-    return flow_view(found.history, access.config, statuses, now, window_s, kinds, wait, cores_awaited()), raised
+    return flow_view(found.history, found.config, statuses, now, window_s, kinds, wait, cores_awaited()), raised
 
 
 async def _until_end(access: Access, watched: RunWatch, window_s: float, shown: Live) -> tuple[FlowView, list[Alarm]]:

@@ -37,7 +37,9 @@ class Pace:
         self._finished: deque[tuple[float, int]] = deque(maxlen=PACE_STEPS + 1)
 
     def note(self, now: float, steps: int) -> None:
-        """Notes that ``steps`` are finished at ``now`` (seconds). Steps finished before the first note do not count for the pace."""
+        """Notes that ``steps`` are finished at ``now`` (seconds). Those before the first note or before fewer do not count."""
+        if steps < (self._seen or 0):
+            self._finished.clear()
         if self._seen is not None and steps > self._seen:
             self._finished.append((now, steps))
         self._seen = steps

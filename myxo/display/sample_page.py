@@ -1,9 +1,9 @@
 """What `myxo samples` shows: the list of groups, and a group with its samples as a page or as plain data."""
 
 import json
+import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from datetime import UTC, datetime
 from typing import Any
 
 import numpy as np
@@ -277,7 +277,7 @@ def _rewards_of_turns(sample: Sample) -> dict[str, str]:
 def _provenance(steps: Sequence[ProvenanceStep]) -> Table:
     lines = Table(show_header=False, box=None, padding=(0, 2, 0, 0))
     for step in steps:
-        at = datetime.fromtimestamp(step.at, UTC).strftime("%Y-%m-%d %H:%M:%S")
+        at = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(step.at))
         lines.add_row(Text(f"{step.sequence}", style="dim", justify="right"), Text(at, style="dim"), Text(printable(step.what)))
     return lines
 

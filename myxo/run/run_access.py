@@ -264,25 +264,23 @@ async def _own_store(access: Access) -> str | None:
     servers = access.directory.servers() if access.live else None
     if servers is not None and servers.nats_url == access.bus.url:  # else a run of the same name on another bus, with the same keys
         return servers.redis_url
-    stated = await runs.store_url(access.bus, access.run)
-    gone = stated is not None and stated.startswith("unix:") and not Path(urlsplit(stated).path).is_socket()
-    return None if gone else stated
+    return addresses.still_there(await runs.store_url(access.bus, access.run))
 
 
 class RunWatch:
     """The alarms of a run whose files lie in ``directory``, and what it waits for, from one moment to the next. ``history``: what was read
-    of it so far."""
+    of it so far, another one with the new ``config`` where it was begun anew."""
 
     def __init__(self, bus: Bus, config: RunConfig, directory: Path) -> None:
-        self._bus, self._config, self._directory, self.history = bus, config, directory, FlowHistory()
+        self._bus, self.config, self._directory, self.history = bus, config, directory, FlowHistory()
         self._reader: FlowReader | None = None
-        self._waits, self._bus_since = StallWatch(), 0.0
+        self._waits, self._bus_since, self._life = StallWatch(), 0.0, ""
 
     async def situation(self, services: Sequence[ServiceStatus]) -> RunSituation:
         """Returns the situation of a live run, with the wait that its launcher tells of. Raises `BUS_ERRORS`."""
         self._bus_since = 0.0
-        reported = reported_wait(await Registry(self._bus, self._config.run.name).launcher())
-        return RunSituation.of(self._config, services, reported=reported, errors=self.history.failures.errors if reported is None else {})
+        reported = reported_wait(await Registry(self._bus, self.config.run.name).launcher())
+        return RunSituation.of(self.config, services, reported=reported, errors=self.history.failures.errors if reported is None else {})
 
     async def wait(self, services: Sequence[ServiceStatus], now: float) -> Stall:
         """Returns what a live run waits for, by the statuses of the services. Raises `BUS_ERRORS`."""
@@ -291,19 +289,22 @@ class RunWatch:
     def wait_without_bus(self, why: str, now: float) -> Stall:
         """Returns what it waits for while the bus is away."""
         self._bus_since = self._bus_since or now
-        return watched_stall(self._waits, RunSituation.of(self._config, (), away={NATS: Away(self._bus_since, why)}), now)
+        return watched_stall(self._waits, RunSituation.of(self.config, (), away={NATS: Away(self._bus_since, why)}), now)
 
     async def standing(self, statuses: Sequence[ServiceStatus], live: bool, away: str = "") -> list[Alarm]:
         """Returns the alarms that stand now, those of a run that is not ``live`` at its last record. Raises `BUS_ERRORS`. ``statuses``:
         what the registry holds; ``away``: why the bus is away, of which nothing is read then."""
-        if self._reader is None:
-            last = await streams.last_sequence(self._bus, Subjects(self._config.run.name).ledger_stream, deadline=READ_SECONDS)
-            self._reader = FlowReader(self._config.run.name, functools.partial(streams.read, self._bus, deadline=READ_SECONDS), last)
-            self.history = self._reader.history
-        if not away:
+        run = self.config.run.name
+        if self._reader is None or not away:
+            life = await streams.life(self._bus, ledger := Subjects(run).ledger_stream, READ_SECONDS)
+            if self._reader is None or life != self._life:
+                last = await streams.last_sequence(self._bus, ledger, READ_SECONDS)
+                self.config = self.config if self._reader is None else await runs.load(self._bus, run)
+                self._reader = FlowReader(run, functools.partial(streams.read, self._bus, deadline=READ_SECONDS), last)
+                self.history, self._waits, self._life = self._reader.history, StallWatch(), life
             await self._reader.catch_up()
         self._reader.observe(statuses, time.time() if live else self.history.newest)
-        return alarms(standing(self.history, statuses, {NATS: away} if away else {}, self._directory, live=live), self._config)
+        return alarms(standing(self.history, statuses, {NATS: away} if away else {}, self._directory, live=live), self.config)
 
 
 def vocabulary(config: RunConfig) -> int:

@@ -23,7 +23,8 @@ from starlette.datastructures import Headers, MutableHeaders
 from starlette.responses import PlainTextResponse, RedirectResponse, Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from services.console.pages import clients, run, sample_pages, session_list, weights
+from services.console.pages import run, sample_pages, session_list, weights
+from services.console.pages.clients import ClientHistory
 from services.console.run_histories import RunPipeline, runs_beside
 from services.console.run_source import RunSource, SourceAway
 from shared import __version__
@@ -219,14 +220,6 @@ def frame_router(source: RunSource, pipeline: RunPipeline) -> APIRouter:
     return router
 
 
-def pipeline_router(pipeline: RunPipeline) -> APIRouter:
-    """Returns the routes of the pages *Flow* and *Health*."""
-    router = APIRouter()
-    router.get("/flow", tags=["flow"])(pipeline.flow)
-    router.get("/health", tags=["health"])(pipeline.health)
-    return router
-
-
 def console_app(source: RunSource, token: str, names: Iterable[str] = ()) -> FastAPI:
     """Returns the app. ``token``: what opens it; ``names``: of the hosts by which it may be asked."""
     mimetypes.add_type("text/javascript", ".js")  # some machines' own tables say text/plain, which a browser does not run
@@ -242,11 +235,11 @@ def console_app(source: RunSource, token: str, names: Iterable[str] = ()) -> Fas
         "run": run.router(source),
         "weights": weights.router(source),
         "samples": sample_pages.router(source),
-        "clients": clients.router(source),
     }
     for page, router in routers.items():
         app.include_router(router, prefix=f"/api/{page}", tags=[page])
-    app.include_router(pipeline_router(pipeline), prefix="/api")
+    for page, read in {"flow": pipeline.flow, "health": pipeline.health, "clients": source.shared(ClientHistory).newest}.items():
+        app.add_api_route(f"/api/{page}", read, tags=[page])
     app.include_router(session_list.router(source), prefix="/api/samples", tags=["samples"])
     app.mount("/", StaticFiles(directory=WEB, html=True))
     app.add_middleware(AccessToken, token=token, names=list(names))

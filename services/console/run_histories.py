@@ -3,7 +3,9 @@
 import asyncio
 import contextlib
 import itertools
+import math
 import os
+import sqlite3
 import time
 from collections import OrderedDict
 from collections.abc import Collection, Sequence
@@ -101,18 +103,24 @@ class EventHistory:
             changed |= {RUN, WEIGHTS, HEALTH}
         if self.files is not None and await self.files.read(self.metrics):
             changed.add(RUN)
-        if self._source.live:
-            try:
+        known, live = bool(self.pushes.versions), self._source.live
+        try:
+            if live:
                 await self._read_events(changed)
-            except SourceAway:
-                self._source.feed.touch(*changed)
-                raise
-        elif RUN in changed:
-            for pushed in pushes_in(self.metrics):
-                if pushed.version not in self.pushes.versions:
-                    self.pushes.push(pushed)
-            changed.add(WEIGHTS)
+        except SourceAway:
+            self._source.feed.touch(*changed)
+            raise
+        finally:
+            if (self.pushes.versions and not known) if live else RUN in changed:
+                self._take_metrics(min(self.pushes.versions) if live else math.inf)  # the stream has dropped those before
+                changed.add(WEIGHTS)
         return changed
+
+    def _take_metrics(self, below: float) -> None:
+        """Takes the pushes of versions ``below`` this one that metrics alone tell of."""
+        for pushed in pushes_in(self.metrics):
+            if pushed.version < below and pushed.version not in self.pushes.versions:
+                self.pushes.push(pushed)
 
     async def _read_events(self, changed: set[str]) -> None:
         stream, count = self._source.names.events_stream, 0
@@ -158,14 +166,16 @@ class OtherRuns:
 
     def __init__(self, source: RunSource) -> None:
         self._directory = source.directory
-        self._known: OrderedDict[str, _OtherRun] = OrderedDict()
+        self._known: OrderedDict[tuple[str, int], _OtherRun] = OrderedDict()
 
     async def metrics(self, name: str) -> MetricHistory | None:
         """Returns the metrics of the run ``name``; None where there is no such run beside this one."""
         if self._directory is None or name not in runs_beside(self._directory):
             return None
-        run = self._known.setdefault(name, _OtherRun(MetricFiles(self._directory.parent / name)))
-        self._known.move_to_end(name)
+        root = self._directory.parent / name
+        life = name, (root / runs.FROZEN).stat().st_mtime_ns  # a run that is begun anew has its config written anew
+        run = self._known.setdefault(life, _OtherRun(MetricFiles(root)))
+        self._known.move_to_end(life)
         while len(self._known) > MOST_RUNS:
             self._known.popitem(last=False)
         async with run.lock:
@@ -215,7 +225,7 @@ class RunPipeline:
         Raises SourceAway where nothing is known of it."""
         history, config, now, found = await self._known()
         wait = None if history.finished else self._wait(config, now)
-        return health_view(history, config, self._statuses(), found, wait.words(now) if wait is not None else "")
+        return health_view(history, config, self._statuses(), found, wait.words(now, clock=False) if wait is not None else "")
 
     def wait(self) -> Stall | None:
         """Returns what a run that is under way waits for; None where nothing is known of it."""
@@ -293,11 +303,15 @@ class RunIndex:
     """The groups of a run, kept up to date by `RunSource`. ``groups``: the index; ``kept``: None without the run's directory."""
 
     def __init__(self, source: RunSource) -> None:
-        self.groups = GroupIndex(source.scratch / "groups.sqlite")
-        self.kept = None if source.directory is None else KeptResponses(source.directory / DIRECTORY, self.groups, not source.live)
         self._source, self._life, self._end = source, source.life, 0
         self._kept_lock, self._problem = asyncio.Lock(), ""
+        self._begin()
         source.followers.append(self.follow)
+
+    def _begin(self) -> None:
+        """Begins with nothing read."""
+        source, self.groups = self._source, GroupIndex()
+        self.kept = None if source.directory is None else KeptResponses(source.directory / DIRECTORY, self.groups, not source.live)
 
     def reading(self) -> IndexProgress:
         """Returns how far the index is."""
@@ -312,22 +326,26 @@ class RunIndex:
         )
 
     async def follow(self) -> Collection[str]:
-        """Takes what is new. Raises SourceAway, BadMessage."""
-        before = self.groups.revision
-        if self._source.live:
-            await self._read_ledger()
-            if self.groups.sequence < self._end:
-                self._source.follow_again()
-        await self._update_kept()
-        return [SAMPLES] if self.groups.revision != before else []
+        """Takes what is new. Raises SourceAway, BadMessage; sqlite3.Error where the disk is full, say, and begins anew: it may be torn."""
+        before = self.groups, self.groups.revision
+        try:
+            if self._source.live:
+                await self._read_ledger()
+                if self.groups.sequence < self._end:
+                    self._source.follow_again()
+            await self._update_kept()
+        except sqlite3.Error:
+            self._begin()
+            raise
+        return [SAMPLES] if (self.groups, self.groups.revision) != before else []
 
     async def _read_ledger(self) -> None:
         """Takes what is new, for `PIECE_SECONDS`. A ledger that was made anew is read from its beginning."""
-        source, groups, records = self._source, self.groups, list[tuple[int, LedgerRecord]]()
+        source, records = self._source, list[tuple[int, LedgerRecord]]()
         self._end = await source.ledger_end()
-        if self._life not in (None, source.life) or self._end < groups.sequence:
-            await asyncio.to_thread(groups.clear)
-        self._life, until = source.life, time.monotonic() + PIECE_SECONDS
+        if self._life not in (None, source.life) or self._end < self.groups.sequence:
+            self._begin()
+        groups, self._life, until = self.groups, source.life, time.monotonic() + PIECE_SECONDS
         if groups.sequence == self._end:
             return
         async with contextlib.aclosing(source.read(source.names.ledger_stream, LedgerRecord, after=groups.sequence)) as reading:

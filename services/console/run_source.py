@@ -8,7 +8,7 @@ process's own clock alone; other machines' clocks may differ.
 import asyncio
 import contextlib
 import json
-import tempfile
+import sqlite3
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Collection, Sequence
 from pathlib import Path
@@ -28,6 +28,7 @@ from shared.bus.registry import ENVIRONMENT, Registry
 from shared.bus.streams import Entry
 from shared.bus.subjects import Subjects
 from shared.config.run_config import RunConfig
+from shared.runtime import addresses
 from shared.runtime.errors import DeadlineExceeded, MyxoError
 from shared.schema.service_messages import ServiceStatus
 from shared.store.payload_store import Store
@@ -114,7 +115,7 @@ class AbsentServices:
         return absent
 
 
-LEDGER, CONFIG = "the ledger", "the config on the bus"  # What may be away besides the servers and services
+LEDGER, CONFIG, FILE = "the ledger", "the config on the bus", "a file"  # What may be away besides the servers and services
 POLL_SECONDS = 1.0
 LOOK_SECONDS = 5.0  # The deadline of one look at bus or store
 READ_SECONDS = 10.0  # The time without progress after which reading a stream is given up
@@ -142,8 +143,7 @@ class RunSource:
         trained: steps when the bus was last connected. life: when the run on the bus began, which changes where it is begun anew under its
             name; None until it is known. Whoever folds streams begins anew with it.
         away: server or service → since when, and why. feed: what browsers hear. followers: called when there is something new, each
-            after `connected`. lookers: called with the statuses of the live services at each look. scratch: a directory for files of
-            this process alone.
+            after `connected`. lookers: called with the statuses of the live services at each look.
     """
 
     def __init__(self, run: str, nats_url: str | None, redis_url: str | None, directory: Path | None, *, at_rest: bool = False) -> None:
@@ -167,8 +167,6 @@ class RunSource:
         self._shared: dict[object, Any] = {}
         self._news = asyncio.Event()
         self._news.set()
-        self._scratch = tempfile.TemporaryDirectory(prefix="myxo-console-")
-        self.scratch = Path(self._scratch.name)
         self._log = structlog.get_logger()
 
     # --- for pages
@@ -241,12 +239,11 @@ class RunSource:
             await self.close()
 
     async def close(self) -> None:
-        """Closes the connections, and removes the scratch directory."""
+        """Closes the connections."""
         if self._bus is not None:
             await self._bus.close()
         if self._store is not None:
             await self._store.close()
-        self._scratch.cleanup()
 
     async def _watch(self, what: str, look: Callable[[], Awaitable[None]]) -> None:
         while True:
@@ -293,7 +290,7 @@ class RunSource:
             self.feed.touch(OVERVIEW, FLOW, HEALTH, WEIGHTS)
         running = self.phase == runs.RUNNING and not self.at_rest
         absent = self._services.look(self.config if running else None, self.statuses, time.monotonic(), time.time())
-        for name in (self.away.keys() - {NATS, STORE, LEDGER, CONFIG}) - absent.keys():
+        for name in (self.away.keys() - {NATS, STORE, LEDGER, CONFIG, FILE}) - absent.keys():
             self._note(name, None)
         for name, away in absent.items():
             self._note(name, away.why, away.since)
@@ -301,9 +298,7 @@ class RunSource:
     async def _look_at_life(self, bus: Bus) -> None:
         """Learns whether the run is still the one that was read; of one that was begun anew under its name, or repaired, everything is
         read anew."""
-        ledger = await streams.info(bus, self.names.ledger_stream, LOOK_SECONDS)
-        life = f"{ledger.created} without {ledger.state.last_seq - ledger.state.messages} records"
-        if life == self.life:
+        if (life := await streams.life(bus, self.names.ledger_stream, LOOK_SECONDS)) == self.life:
             return
         if self.life is not None:
             self._log.info("run_begun_anew", life=life)
@@ -332,7 +327,7 @@ class RunSource:
         bus = await Bus.connect(self._nats_url, f"{self.run}/console", LOOK_SECONDS / 2, inbox=self.names.inbox(role))
         try:
             await self._load(bus)
-            self._redis_url = self._redis_url or _there(await runs.store_url(bus, self.run))
+            self._redis_url = self._redis_url or addresses.still_there(await runs.store_url(bus, self.run))
 
             async def on_news(_message: object) -> None:
                 self._news.set()
@@ -361,21 +356,20 @@ class RunSource:
         self._news.set()
 
     async def _follow(self) -> None:
-        """Calls the followers when there is something new: at the start, at each message, and when the bus is back."""
+        """Calls the followers when there is something new: at the start, at each message, when the bus is back, and after a failure."""
         while True:
             await self._news.wait()
             self._news.clear()
+            failed = dict[str, str | None].fromkeys((LEDGER, FILE))
             for follower in self.followers:
                 try:
                     self.feed.touch(*await follower())
-                    self._note(LEDGER, None)
                 except SourceAway:
                     self._news.set()
-                except MyxoError as error:
-                    self._note(LEDGER, str(error))
+                except (MyxoError, OSError, sqlite3.Error) as error:
+                    self._news.set()
+                    what = LEDGER if isinstance(error, MyxoError) else FILE
+                    failed[what] = failed[what] or str(error)
+            for what, why in failed.items():
+                self._note(what, why)
             await asyncio.sleep(POLL_SECONDS)
-
-
-def _there(url: str | None) -> str | None:
-    """Returns the URL of a store; None for a socket that is gone with the run that had it."""
-    return None if url is None or (url.startswith("unix:") and not Path(urlsplit(url).path).is_socket()) else url

@@ -215,6 +215,12 @@ async def last_sequence(bus: Bus, stream: str, deadline: float = 30.0) -> int:
     return (await info(bus, stream, deadline)).state.last_seq
 
 
+async def life(bus: Bus, stream: str, deadline: float) -> str:
+    """Returns what changes where a stream is made anew, or a repair takes messages out of it."""
+    found = await info(bus, stream, deadline)
+    return f"{found.created} without {found.state.last_seq - found.state.messages} records"
+
+
 async def read(
     bus: Bus, stream: str, model: type[Entry], subject: str = ">", deadline: float = 120.0, after: int = 0, strict: bool = True
 ) -> AsyncIterator[tuple[int, Entry]]:

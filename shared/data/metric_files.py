@@ -6,6 +6,7 @@ such lines has event files alone: the package tensorboard reads those, and a tra
 
 import json
 import math
+import os
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -37,14 +38,19 @@ class MetricDirectory:
 
     def read(self) -> Iterator[Scalar]:
         """Yields the numbers that were added since it was last called."""
+        self.unreadable = ""
         try:
-            state = (self.path / METRIC_LINES).stat()
-        except OSError:
+            file = (self.path / METRIC_LINES).open("rb")
+        except (FileNotFoundError, NotADirectoryError):
             yield from self._of_events()
             return
-        if state.st_ino != self._inode or state.st_size < self._offset:  # a trainer that resumed has written it anew
-            self._inode, self._offset = state.st_ino, 0
-        with (self.path / METRIC_LINES).open("rb") as file:
+        except OSError as error:  # another user's
+            self.unreadable = f"has {METRIC_LINES}, which cannot be read: {error.strerror}"
+            return
+        with file:
+            state = os.fstat(file.fileno())
+            if state.st_ino != self._inode or state.st_size < self._offset:  # a trainer that resumed has written it anew
+                self._inode, self._offset = state.st_ino, 0
             file.seek(self._offset)
             while (line := file.readline()).endswith(b"\n"):
                 yield from _scalars(line)

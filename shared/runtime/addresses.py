@@ -133,6 +133,11 @@ def has_credentials(url: str) -> bool:
     return parts.username is not None or parts.password is not None or bool({"username", "password"} & parse_qs(parts.query).keys())
 
 
+def still_there(url: str | None) -> str | None:
+    """Returns the URL of a store; None for a socket that is gone with the run that had it."""
+    return None if url is None or (url.startswith("unix:") and not Path(urlsplit(url).path).is_socket()) else url
+
+
 HOST_VARIABLE = "MYXO_HOST"
 LOOPBACK, EVERYWHERE = "127.0.0.1", "0.0.0.0"
 

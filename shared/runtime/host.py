@@ -24,7 +24,9 @@ def host_memory() -> tuple[int, int]:
     total, available = known["MemTotal"] + known["SwapTotal"], known["MemAvailable"] + known["SwapFree"]
     try:
         limit = int(Path("/sys/fs/cgroup/memory.max").read_text())  # "max" where there is none
-        used = int(Path("/sys/fs/cgroup/memory.current").read_text())
+        parts = map(str.split, Path("/sys/fs/cgroup/memory.stat").read_text().splitlines())
+        cached = sum(int(size) for name, size in parts if name in ("active_file", "inactive_file"))  # which the kernel frees first
+        used = int(Path("/sys/fs/cgroup/memory.current").read_text()) - cached
     except (OSError, ValueError):
         return total, available
     return min(total, limit), min(available, max(limit - used, 0))

@@ -113,14 +113,15 @@ class Alarm:
 class Symptoms:
     """What alarms are judged by.
 
-    ``steps``: the newest ones, oldest first; ``metrics``: by step, under the names of docs/metrics.md; ``push_seconds``: of pushes that
-    succeeded, in order; ``restarts``: lately, service → (times, newest reason); ``dead``: groups that died lately; ``stale_share``: of
-    groups that ended lately, those dropped for their age; ``speculation_off``: replica → why it speculates no more; ``away``: server or
-    service → why; ``finished``: the run is. Room: if known.
+    ``steps``: the newest ones, oldest first; ``metrics``: by step, under the names of docs/metrics.md; ``rewards``: of all steps, as far
+    as they were measured; ``push_seconds``: of pushes that succeeded, in order; ``restarts``: lately, service → (times, newest reason);
+    ``dead``: groups that died lately; ``stale_share``: of groups that ended lately, those dropped for their age; ``speculation_off``:
+    replica → why it speculates no more; ``away``: server or service → why; ``finished``: the run is. Room: if known.
     """
 
     steps: Sequence[StepRecord] = ()
     metrics: Mapping[int, Mapping[str, float]] = field(default_factory=dict)
+    rewards: Mapping[int, float] = field(default_factory=dict)
     push_seconds: Sequence[float] = ()
     statuses: Sequence[ServiceStatus] = ()
     restarts: Mapping[str, tuple[int, str]] = field(default_factory=dict)
@@ -257,8 +258,7 @@ def _rewards(found: Symptoms, config: RunConfig) -> Iterator[Alarm]:
         return
     run, steps, own, kind = config.run.argument, found.steps, config.reward.custom_rm_path, config.reward.rm_type
     by = f"reward.custom_rm_path = {own}" if own else f"reward.rm_type = {kind or 'that of each prompt'}"
-    rewards = list(filter(math.isfinite, (step.reward for step in steps)))
-    if len(steps) >= LEAST_STEPS and same and rewards:
+    if len(steps) >= LEAST_STEPS and same and math.isfinite(steps[0].lowest):
         yield Alarm(
             AlarmKind.SAME_REWARD,
             f"every reward of {len(steps)} steps is {number(steps[0].lowest, '.3g')}",
@@ -266,19 +266,28 @@ def _rewards(found: Symptoms, config: RunConfig) -> Iterator[Alarm]:
             f"Compare responses and labels: forms may differ, or prompts are too hard. `myxo try CONFIG` calls {by}.",
             f"myxo samples {run} --status trained --responses",
         )
-    elif found.finished and len(rewards) >= COMPARED_STEPS and steps[0].step == 0:
-        third = len(rewards) // 3
-        first, last = rewards[:third], rewards[-third:]
-        noise = 2 * math.sqrt((statistics.variance(first) + statistics.variance(last)) / third)
-        before, after = statistics.fmean(first), statistics.fmean(last)
-        if after - before <= noise:
-            yield Alarm(
-                AlarmKind.NOT_RISEN,
-                f"the reward has not risen: {before:.3f} in the first third of the steps, {after:.3f} in the last (noise {noise:.3f})",
-                "Unless it was high from the beginning, the policy is no better at its task than before.",
-                "Read the best responses; then easier prompts, more samples a prompt, another learning rate, or more steps.",
-                f"myxo samples {run} --status trained --sort reward --responses",
-            )
+    elif found.finished and (words := _not_risen(found)):
+        yield Alarm(
+            AlarmKind.NOT_RISEN,
+            f"the reward has not risen: {words}",
+            "Unless it was high from the beginning, the policy is no better at its task than before.",
+            "Read the best responses; then easier prompts, more samples a prompt, another learning rate, or more steps.",
+            f"myxo samples {run} --status trained --sort reward --responses",
+        )
+
+
+def _not_risen(found: Symptoms) -> str:
+    """Returns the figures of a reward that has not risen from the first step on; empty where it has, or where that is not known."""
+    known = found.rewards if 0 in found.rewards else {step.step: step.reward for step in found.steps}
+    rewards = [known[step] for step in sorted(known) if math.isfinite(known[step])]
+    if len(rewards) < COMPARED_STEPS or 0 not in known:
+        return ""
+    third = len(rewards) // 3
+    first, last = rewards[:third], rewards[-third:]
+    noise = 2 * math.sqrt((statistics.variance(first) + statistics.variance(last)) / third)
+    before, after = statistics.fmean(first), statistics.fmean(last)
+    words = f"{before:.3f} in the first third of the steps, {after:.3f} in the last (noise {noise:.3f})"
+    return words if after - before <= noise else ""
 
 
 def _batches(steps: Sequence[StepRecord], metrics: Mapping[int, Mapping[str, float]], config: RunConfig) -> Iterator[Alarm]:
@@ -458,6 +467,7 @@ def symptoms(
     return Symptoms(
         steps=list(history.steps),
         metrics=history.metrics,
+        rewards=history.rewards,
         push_seconds=[push.seconds for push in history.pushes if not push.failure],
         statuses=[status for status in statuses if status.service != ENVIRONMENT],
         restarts={name: (times, failed.errors.get(name, "")) for name, times in failed.restarts.items()},
@@ -488,11 +498,13 @@ def health_view(
     """Returns the health, by these symptoms. ``waiting_for``: what the next training step waits for, in words."""
     statuses = [shown(status) for status in statuses]
     dead = newest_gauges(statuses, "buffer").get("dead")
+    counts = Counter(group.reason for group in history.dead)
+    newest = {group.reason: (group.group, group.at, group.fault) for group in history.dead}
     return HealthView(
         alarms=alarms(found, config),
         services=services_of(history, statuses),
         dead=int(dead) if dead is not None else None,
-        reasons=reasons_of(history.dead),
+        reasons=[DeadReason(shortened_line(reason), count, *newest[reason]) for reason, count in counts.most_common()],
         events=[_line(event) for event in list(history.events)[: -EVENTS_SHOWN - 1 : -1]],
         disk=found.disk,
         memory=found.memory,
@@ -513,15 +525,6 @@ def services_of(history: FlowHistory, statuses: Sequence[ServiceStatus]) -> list
         kind = next((event.service for event in reversed(history.events) if event.instance == instance), "")
         found.append(ServiceHealth(kind, shortened_line(instance), "", "", -1, failures.restarts[instance], error, ""))
     return found
-
-
-def reasons_of(dead: Sequence[DeadGroup]) -> list[DeadReason]:
-    """Returns why groups died, the most frequent reason first."""
-    counts, newest = Counter(group.reason for group in dead), {group.reason: group for group in dead}
-    return [
-        DeadReason(shortened_line(reason), count, newest[reason].group, newest[reason].at, newest[reason].fault)
-        for reason, count in counts.most_common()
-    ]
 
 
 def _line(event: ServiceEvent) -> EventLine:

@@ -86,14 +86,10 @@ def laid_over(layers: Iterable[Sequence[ActivitySpan]], window: Interval) -> lis
         else:
             active.add(height)
         if active and following > at:
-            _append(found, ActivitySpan(ordered[max(active)].activity, at, following))
+            activity = ordered[max(active)].activity
+            continues = found and (found[-1].activity, found[-1].end) == (activity, at)
+            found.append(ActivitySpan(activity, found.pop().begin if continues else at, following))
     return found
-
-
-def _append(spans: list[ActivitySpan], span: ActivitySpan) -> None:
-    if spans and spans[-1].activity == span.activity and spans[-1].end == span.begin:
-        span = ActivitySpan(span.activity, spans.pop().begin, span.end)
-    spans.append(span)
 
 
 def seconds_of(spans: Iterable[ActivitySpan]) -> dict[str, float]:
@@ -163,6 +159,7 @@ JOINED, LEFT = "joined", "left"
 GONE = (FAILED, LEFT, RESTARTED)  # The event of a service that begins, and those of one that ends
 MOST_STEPS = 2000
 MOST_TOLD = 500  # The most steps, and the most dead groups and events of services, that are remembered
+REWARD = "rollout/raw_reward"  # The metric of a step's mean reward
 OF_STEPS = ("train/", "rollout/", "perf/train_")  # The metrics that are kept, by how their names begin
 LOOK_GAP_S = 15.0  # Two looks at a service that lie further apart than this say nothing about the time between them
 
@@ -243,8 +240,10 @@ class FlowHistory:
     dead: deque[DeadGroup] = field(default_factory=lambda: deque(maxlen=MOST_TOLD))
     events: deque[ServiceEvent] = field(default_factory=lambda: deque(maxlen=MOST_TOLD))
     failures: ServiceFailures = field(default_factory=ServiceFailures)
+    rewards: dict[int, float] = field(default_factory=dict)  # By step, as the trainer wrote them, however many there are
     newest: float = 0.0
     oldest: float = 0.0  # The times of the last and of the first that was taken
+    counted_from: float = 0.0  # The time of the first record, of a ledger whose tail alone is read
     finished: bool = False
     trained_until: float | None = None  # The end of the newest step
     _open: dict[str, _OpenGroup] = field(default_factory=dict)
@@ -256,6 +255,7 @@ class FlowHistory:
     def apply(self, record: LedgerRecord) -> None:
         """Takes a record of the ledger; they come in order."""
         self._saw(record.at)
+        self.counted_from = self.counted_from or record.at
         match record:
             case GroupsAdmitted(first=first, count=count):
                 self.finished = False  # a finished run can be given more steps
@@ -290,6 +290,8 @@ class FlowHistory:
         own = {name: value for name, value in written.values.items() if name.startswith(OF_STEPS)}
         if written.role == "actor" and own:
             self.metrics.setdefault(written.step, {}).update(own)
+            if REWARD in own:
+                self.rewards[written.step] = own[REWARD]
             if len(self.metrics) > MOST_STEPS:
                 del self.metrics[min(self.metrics)]
 
@@ -396,7 +398,7 @@ class FlowHistory:
 
     def per_minute(self, what: str, window: Interval) -> float:
         """Returns how many groups a minute were, for example, `ADMITTED` within a window."""
-        begin, end = max(window[0], self.oldest), window[1]
+        begin, end = max(window[0], self.counted_from), window[1]
         count = sum(number for at, number in self._counted.get(what, ()) if begin <= at <= end)
         return 60 * count / max(end - begin, 1.0)
 

@@ -184,7 +184,7 @@ def flow_view(
         ages=_ages(history, config, window),
         lengths=length_classes(history.lengths),
         dropped=dict(history.dropped.most_common()),
-        waiting_for=wait.words(now) if wait is not None else "",
+        waiting_for=wait.words(now, clock=False) if wait is not None else "",
         waiting_since=wait.since if wait is not None else 0.0,
         stalled=wait is not None and wait.worth_a_line(now),
     )
@@ -228,7 +228,7 @@ def _blocked(history: FlowHistory, statuses: Sequence[ServiceStatus], wait: Stal
         return ""
     at_work = {status.service for status in statuses if status.state == "ready" or (status.service == "rollout" and status.version >= 0)}
     begun = len(history.steps) >= FEW_STEPS and at_work >= {"buffer", "rollout", "reward", "trainer"}
-    return "" if begun and wait.cause not in TROUBLES else wait.words(now)
+    return "" if begun and wait.cause not in TROUBLES else wait.words(now, clock=False)
 
 
 # --- stages
@@ -287,8 +287,10 @@ def _timeline(history: FlowHistory, service: str, instance: str, status: Service
 def _layers(history: FlowHistory, service: str, instance: str, window: Interval, *, live: bool) -> list[Sequence[ActivitySpan]]:
     looks, absences = history.looks.get(instance, ()), history.absences(instance)
     if service == "rollout":
-        pauses = history.pauses.get(instance, ())
-        return [_between(history, instance), absences, list(looks), generating(history, instance), list(pauses)]
+        pauses, back = history.pauses.get(instance, ()), history.generated.get(instance, ())
+        # from its first group to its last: what it did not generate in, it waited
+        between = [ActivitySpan(WAITING, min(begin for begin, _ in back), max(end for _, end in back))] if back else []
+        return [between, absences, list(looks), generating(history, instance), list(pauses)]
     if service == "trainer":
         trainer = []
         for step in history.steps_in((window[0], float("inf"))):
@@ -301,12 +303,6 @@ def _layers(history: FlowHistory, service: str, instance: str, window: Interval,
             trainer += [ActivitySpan(TRAINING, begin, window[1])] if since is not None else []
         return [list(looks), trainer, absences, [span for span in looks if span.activity != "ready"]]
     return [absences, list(looks)]
-
-
-def _between(history: FlowHistory, replica: str) -> list[ActivitySpan]:
-    """Returns the time from a replica's first group to its last: what it did not generate in, it waited."""
-    back = history.generated.get(replica, ())
-    return [ActivitySpan(WAITING, min(begin for begin, _ in back), max(end for _, end in back))] if back else []
 
 
 # --- staleness and lengths

@@ -158,20 +158,7 @@ INDEXES = "CREATE INDEX groups_changed ON groups (evaluation, changed, name);" +
     f"CREATE INDEX groups_{column} ON groups (evaluation, {column}, changed, name);" for column in ORDERS
 )
 
-_RECORD = TypeAdapter(GroupRecord)
-
-
-def new_database(path: Path | str) -> sqlite3.Connection:
-    """Returns a new database of these tables; it is scratch, and nothing in it is worth a sync of the disk."""
-    database = sqlite3.connect(path, check_same_thread=False, isolation_level=None)
-    database.executescript(f"PRAGMA journal_mode = OFF; PRAGMA synchronous = OFF; PRAGMA cache_size = -{CACHE_KIB};{TABLES}{INDEXES}")
-    return database
-
-
-def empty(database: sqlite3.Connection) -> None:
-    """Empties all tables that the ledger is folded into; where kept responses lie follows from other files."""
-    for table in ("groups", "details", "spans", "events", "batches", "checkpoints", "evaluations"):
-        database.execute(f"DELETE FROM {table}")
+_RECORD = TypeAdapter(GroupRecord)  # A group as ``details`` keeps it
 
 
 def group_row(group: GroupRecord) -> tuple[Any, ...]:
@@ -199,16 +186,6 @@ def group_row(group: GroupRecord) -> tuple[Any, ...]:
         group.at,
         group.changed,
     )
-
-
-def encoded(group: GroupRecord) -> bytes:
-    """Returns a group as ``details`` keeps it."""
-    return _RECORD.dump_json(group)
-
-
-def decoded(record: bytes) -> GroupRecord:
-    """Returns the group that `encoded` made these bytes of."""
-    return _RECORD.validate_json(record)
 
 
 FEW = 5000  # Groups up to which it is quicker to find all that are wanted and sort them than to look for them along an order
@@ -253,17 +230,15 @@ class Facet:
 
 
 class GroupIndex:
-    """The tables and what has been folded into them.
-
-    Args:
-        path: of the scratch database, which must not exist; empty: one that lies on the disk only as far as memory does not hold it.
+    """The tables and what has been folded into them. What memory does not hold lies in a nameless file in ``TMPDIR``, else in /var/tmp.
 
     ``sequence``: of the newest ledger record that was taken; ``revision`` grows with every change.
     """
 
-    def __init__(self, path: Path | str) -> None:
+    def __init__(self) -> None:
         self._lock = threading.RLock()
-        self._database = new_database(path)
+        self._database = sqlite3.connect("", check_same_thread=False, isolation_level=None)
+        self._database.executescript(f"PRAGMA journal_mode = OFF; PRAGMA cache_size = -{CACHE_KIB};{TABLES}{INDEXES}")
         self.history = GroupHistory()
         self.sequence = self.revision = 0
 
@@ -272,13 +247,6 @@ class GroupIndex:
             self._database.close()
 
     # --- what is put in
-
-    def clear(self) -> None:
-        """Forgets everything: the ledger was made anew."""
-        with self._lock:
-            empty(self._database)
-            self.history, self.sequence = GroupHistory(), 0
-            self.revision += 1
 
     def apply(self, records: Iterable[tuple[int, LedgerRecord]]) -> None:
         """Takes further records, in the ledger's order."""
@@ -323,7 +291,8 @@ class GroupIndex:
     def _put(self, groups: Iterable[GroupRecord]) -> None:
         found = list(groups)
         self._database.executemany(_PUT_GROUP, map(group_row, found))
-        self._database.executemany("INSERT OR REPLACE INTO details VALUES (?,?)", [(group.group, encoded(group)) for group in found])
+        details = [(group.group, _RECORD.dump_json(group)) for group in found]
+        self._database.executemany("INSERT OR REPLACE INTO details VALUES (?,?)", details)
         self._database.executemany("DELETE FROM spans WHERE name = ?", [(group.group,) for group in found])
         spans = {(group.group, *versions) for group in found for versions in zip(group.oldest, group.newest, strict=True)}
         self._database.executemany("INSERT INTO spans VALUES (?,?,?)", spans)
@@ -357,12 +326,12 @@ class GroupIndex:
             chosen = f"SELECT name FROM groups WHERE {where} ORDER BY {query.order()} LIMIT ? OFFSET ?"
             names = self._rows(chosen, (*values, query.limit, query.offset))
             records = [self._rows("SELECT record FROM details WHERE name = ?", name) for name in names]
-        return [decoded(record) for [[record]] in records], total
+        return [_RECORD.validate_json(record) for [[record]] in records], total
 
     def group(self, name: str) -> GroupRecord | None:
         """Returns a group; None where there is none of that id."""
         found = self._rows("SELECT record FROM details WHERE name = ?", (name,))
-        return decoded(found[0][0]) if found else None
+        return _RECORD.validate_json(found[0][0]) if found else None
 
     def batch(self, step: int) -> IndexedBatch | None:
         """Returns the batch of a step; None where none was formed."""

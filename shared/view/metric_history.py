@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from shared.schema.message import LARGEST
 from shared.schema.service_messages import VALUES_CHANGED, ServiceEvent
 from shared.schema.weight_messages import WeightsLive, WeightsPushed
-from shared.view.flow_history import JOINED, LEFT
+from shared.view.flow_history import JOINED, LEFT, REWARD
 from shared.view.run_view import FAILED, RESTARTED
 
 Floats = NDArray[np.float64]
@@ -21,7 +21,7 @@ Floats = NDArray[np.float64]
 MOST_TAGS = 4096  # The most metrics of a run that are kept: names of rewards are users', and a run with more has no more use of curves
 
 # Metrics that are written once a step, by which times become steps: the first of them that there is
-STEP_TAGS = ("rollout/raw_reward", "train/loss", "sft/loss")
+STEP_TAGS = (REWARD, "train/loss", "sft/loss")
 
 
 def moving_mean(values: Floats, window: int) -> Floats:

@@ -325,12 +325,12 @@ class ServiceFailures:
             self.errors[event.instance] = event.detail
 
 
-def with_failures(view: RunView, failures: ServiceFailures) -> RunView:
-    """Returns the view with failures and restarts: the status of a service that died is gone with it."""
+def with_failures(view: RunView, failures: ServiceFailures, restarts: int) -> RunView:
+    """Returns the view with failures, and so many restarts in all: the status of a service that died is gone with it."""
     known = {error.instance: error for error in view.troubles.errors}
     for instance in failures.errors | failures.restarts:
         known[instance] = ServiceError(instance, failures.restarts[instance], failures.errors.get(instance, ""))
-    return replace(view, troubles=replace(view.troubles, errors=tuple(known.values())))
+    return replace(view, restarts=restarts, troubles=replace(view.troubles, errors=tuple(known.values())))
 
 
 def full_disk(root: Path) -> str:

@@ -96,9 +96,10 @@ class Stall:
         """Returns the seconds since the newest step was first seen, 0 where that is not known."""
         return max(0.0, now - self.still_since) if self.still_since else 0.0
 
-    def words(self, now: float) -> str:
-        """Returns the whole sentence after "waiting for"; ``now``: seconds since the epoch."""
-        since = f", for {duration(self.lasted(now))} (since {time.strftime('%H:%M:%S', time.localtime(self.since))})" if self.since else ""
+    def words(self, now: float, *, clock: bool = True) -> str:
+        """Returns the whole sentence after "waiting for". ``now``: seconds since the epoch. ``clock``: with this process's time of day."""
+        at = f" (since {time.strftime('%H:%M:%S', time.localtime(self.since))})" if clock else ""
+        since = f", for {duration(self.lasted(now))}{at}" if self.since else ""
         step = f", no new step for {duration(self.still(now))}" if self.lasted(now) < LONG_S <= self.still(now) else ""
         return f"{self.awaited}{since}{step}" + (f"; {self.next_action}" if self.next_action else "")
 

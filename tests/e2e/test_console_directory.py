@@ -1,5 +1,6 @@
 """The console in a browser over directories alone: of a run in which everything is odd, and of one that has drawn nothing."""
 
+import re
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -27,7 +28,7 @@ async def visited(root: Path) -> AsyncIterator[Visit]:
     source = RunSource(root.name, None, None, root)
     app = console_app(source, TOKEN)
     async with background(source.keep()), http_endpoints.serving(app, HttpAddress("127.0.0.1", 0)) as at, chromium() as browser:
-        context = await browser.new_context(viewport=LAPTOP, reduced_motion="reduce")  # type: ignore[arg-type]
+        context = await browser.new_context(viewport=LAPTOP, reduced_motion="reduce", timezone_id="Europe/Berlin")  # type: ignore[arg-type]
         visit = Visit(await context.new_page(), str(at))
         await visit.page.goto(f"http://{at}/?token={TOKEN}")
         yield visit
@@ -87,6 +88,51 @@ async def test_rows_are_known_again_by_their_keys(tmp_path: Path) -> None:
     """What is opened, chosen or focused in a row stays with it where rows come, go and change places."""
     async with visited(write_empty_run(run_config(tmp_path, run={"name": "keys"}))) as visit:
         assert await visit.page.evaluate(KEYED) == {"words": "new a b2 d b", "same": True, "focused": "a", "open": True}
+
+
+@pytest.mark.extra
+async def test_a_tab_that_was_opened_in_the_background_shows_what_is_new_when_it_is_looked_at(tmp_path: Path) -> None:
+    async with visited(write_empty_run(run_config(tmp_path, run={"name": "tab"}))) as visit:
+        assert await visit.page.evaluate(IN_BACKGROUND) == [["run", "flow"], ["flow"]]
+
+
+IN_BACKGROUND = """async () => {
+  const { follow } = await import("/live.js");
+  const real = window.EventSource;
+  const listeners = {};
+  window.EventSource = class { addEventListener(kind, heard) { listeners[kind] = heard; } close() {} };
+  Object.defineProperty(document, "hidden", { value: true, configurable: true });
+  const heard = [];
+  const end = follow((pages) => heard.push(pages), () => {});
+  Object.defineProperty(document, "hidden", { value: false, configurable: true });
+  document.dispatchEvent(new Event("visibilitychange"));
+  for (const data of ['{"run": 1, "flow": 1}', '{"run": 1, "flow": 2}']) listeners.message({ data });
+  end();
+  window.EventSource = real;
+  return heard;
+}"""
+
+
+@pytest.mark.extra
+async def test_times_have_the_browsers_day_and_filters_that_follow_each_other_add_up(tmp_path: Path) -> None:
+    async with visited(write_empty_run(run_config(tmp_path, run={"name": "list"}))) as visit:
+        assert await visit.page.evaluate(MIDNIGHT) == "2026-03-02 00:30:00"
+        await visit.go("samples")
+        await visit.page.get_by_label("Reward from").wait_for(timeout=SHOWN_MS)
+        await visit.page.evaluate(TWO_FILTERS)
+        await expect(visit.page).to_have_url(re.compile("min_reward=0.5&status=dead|status=dead&min_reward=0.5"), timeout=SHOWN_MS)
+
+
+MIDNIGHT = """async () => (await import("/dom.js")).clock(Date.UTC(2026, 2, 1, 23, 30) / 1000)"""
+
+TWO_FILTERS = """() => {
+  const labels = [...document.querySelectorAll("form label")];
+  const control = (words) => labels.find((label) => label.textContent.startsWith(words)).querySelector("input, select");
+  for (const [words, value, kind] of [["Reward from", "0.5", "input"], ["Status", "dead", "change"]]) {
+    control(words).value = value;
+    control(words).dispatchEvent(new Event(kind));
+  }
+}"""
 
 
 KEYED = """async () => {

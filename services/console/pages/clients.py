@@ -3,7 +3,7 @@
 from collections.abc import Collection
 from typing import Annotated
 
-from fastapi import APIRouter, Query
+from fastapi import Query
 from pydantic import BaseModel
 
 from services.console.run_source import CLIENTS, RunSource
@@ -15,7 +15,7 @@ MOST_LOSSES = 500  # a client's newest losses that are kept
 class ClientRow(BaseModel):
     """One model or sampling session. ``steps``: optimizer steps. ``commands``: accepted, of them ``waiting`` without an outcome, and
     ``failed``, of which ``error`` is the newest. ``tokens``: trained or sampled; ``sequences``: sampled. ``at``: of its newest entry.
-    ``losses``: of its newest passes, by token."""
+    ``losses``: of its newest passes, by token; None: not finite."""
 
     client: str
     at: float = 0.0
@@ -26,7 +26,7 @@ class ClientRow(BaseModel):
     error: str = ""
     tokens: int = 0
     sequences: int = 0
-    losses: list[float] = []
+    losses: list[float | None] = []
 
 
 class ClientHistory:
@@ -63,16 +63,10 @@ class ClientHistory:
             row.failed, row.error = row.failed + bool(entry.error), entry.error or row.error
             row.steps = int(figures.get("updates", row.steps))
             row.tokens, row.sequences = row.tokens + int(figures.get("tokens", 0)), row.sequences + int(figures.get("sequences", 0))
-            if "loss:sum" in figures:
-                row.losses = [*row.losses[1 - MOST_LOSSES :], figures["loss:sum"] / max(1.0, figures.get("tokens", 1.0))]
+            if "tokens" in figures and "sequences" not in figures:  # a pass; what is not finite is not among the figures
+                loss = figures.get("loss:sum")
+                row.losses = [*row.losses[1 - MOST_LOSSES :], None if loss is None else loss / max(1.0, figures["tokens"])]
 
     async def newest(self, limit: Annotated[int, Query(ge=1, le=1000)] = 100) -> list[ClientRow]:
         """Returns the clients of `myxo serve`, those with the newest entries first: steps, losses, samples, failures."""
         return sorted(self.rows.values(), key=lambda row: row.at, reverse=True)[:limit]
-
-
-def router(source: RunSource) -> APIRouter:
-    """Returns the routes."""
-    api = APIRouter()
-    api.get("")(source.shared(ClientHistory).newest)
-    return api

@@ -1,7 +1,7 @@
 // The frame: pages by the address's hash, the feed, the banner that says what is away.
 
 import { NO_ACCESS, get as ask } from "./api.js";
-import { el, fill, shown } from "./dom.js";
+import { clock, el, fill, shown } from "./dom.js";
 import { follow } from "./live.js";
 
 const PAGES = { run: "Run", flow: "Flow", weights: "Weights", samples: "Samples", health: "Health", clients: "Clients" };
@@ -149,11 +149,6 @@ function showBanner() {
 /** Returns since when something is awaited, where that is known. */
 function since({ since: begun }) {
   return begun ? ` (since ${clock(begun)})` : "";
-}
-
-/** Returns a time of day, of seconds since the epoch. */
-function clock(seconds) {
-  return new Date(1000 * seconds).toLocaleTimeString("en-GB");
 }
 
 function onChange(pages) {

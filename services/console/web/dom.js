@@ -89,6 +89,14 @@ export function span(seconds) {
   return `${Math.floor(whole / 3600)} h ${String(Math.floor((whole % 3600) / 60)).padStart(2, "0")} min`;
 }
 
+/** Returns a time of day of the browser's zone, of seconds since the epoch, with the day where it is not today; "–" for none. */
+export function clock(seconds) {
+  const date = new Date(seconds * 1000);
+  if (!seconds || Number.isNaN(date.getTime())) return "–";
+  const time = date.toLocaleTimeString("en-GB");
+  return date.toDateString() === new Date().toDateString() ? time : `${date.toLocaleDateString("sv")} ${time}`;
+}
+
 /** Returns a paragraph for where there is nothing to show yet: what will appear here, and when. */
 export function empty(text) {
   return el("p", { class: "empty" }, text);

@@ -38,10 +38,9 @@ export function follow(onChange, onState) {
     source.addEventListener("message", (event) => {
       alive();
       const revisions = JSON.parse(event.data);
-      const changed = Object.keys(revisions).filter((page) => page in known && known[page] !== revisions[page]);
-      const first = Object.keys(known).length === 0;
+      const changed = Object.keys(revisions).filter((page) => known[page] !== revisions[page]); // all at first: the tab may have been hidden for long
       Object.assign(known, revisions);
-      if (changed.length && !first) onChange(changed);
+      if (changed.length) onChange(changed);
     });
     source.addEventListener("heartbeat", alive);
     source.addEventListener("error", lost);

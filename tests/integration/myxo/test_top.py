@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from myxo.launch.launcher import erase_from_bus
+from myxo.run.run_access import RunWatch
 from shared.bus import runs
 from shared.bus.connection import Bus
 from shared.bus.registry import Registry
@@ -109,11 +111,26 @@ def test_on_a_terminal_it_goes_on_until_the_run_ends(nats: EmbeddedNats, config:
     assert process.returncode == 0, shown[-2000:]
 
 
+async def test_a_run_that_is_begun_anew_is_watched_from_its_beginning(bus: Bus, config: RunConfig) -> None:
+    await write(bus, config, records())
+    watched = RunWatch(bus, config, config.run.root)
+    await watched.standing((), live=True)
+    old = watched.history
+    assert len(old.steps) == 2
+    await erase_from_bus(bus, config.run.name)
+    longer = config.model_copy(update={"rollout": config.rollout.model_copy(update={"num_rollout": 7})})
+    await write(bus, longer, records()[:7])
+    await watched.standing((), live=True)
+    again = watched.history
+    await watched.standing((), live=True)
+    assert watched.history is again is not old and len(again.steps) == 1 and watched.config.rollout.num_rollout == 7
+
+
 def test_a_watch_names_who_was_killed_and_who_failed(config: RunConfig) -> None:
     history, view = FlowHistory(), RunView.at_start(config, 0)
     history.service_event(event("restarted", "rollout-0", "long ago", 50.0))
-    assert with_failures(view, history.failures_since(100.0)).troubles.errors == ()
+    assert with_failures(view, history.failures_since(100.0), 1).troubles.errors == ()
     for told in (event("restarted", "rollout-1", "after signal 9", 101.0), event("failed", "reward-0", "OSError: no space", 102.0)):
         history.service_event(told)
-    lines = with_failures(view, history.failures_since(100.0)).troubles.lines()
-    assert sorted(lines) == ["reward-0: OSError: no space", "rollout-1 restarts 1: after signal 9"]
+    seen = with_failures(view, history.failures_since(100.0), history.failures.restarts.total())
+    assert seen.restarts == 2 and sorted(seen.troubles.lines()) == ["reward-0: OSError: no space", "rollout-1 restarts 1: after signal 9"]

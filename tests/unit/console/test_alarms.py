@@ -76,6 +76,7 @@ RAISED: list[tuple[AlarmKind, Symptoms]] = [
     (AlarmKind.ENTROPY, Symptoms(metrics=metrics(30, rollout__rollout_log_probs=lambda index: -1.0 if index < 20 else -0.05))),
     (AlarmKind.SAME_REWARD, Symptoms(steps=[step(index, equal_rewards=8, reward=0.0, lowest=0.0, highest=0.0) for index in range(3)])),
     (AlarmKind.NOT_RISEN, Symptoms(steps=rewarded(0.5, 0.4, 0.6, 0.5, 0.5, 0.5, 0.5, 0.6, 0.5), finished=True)),
+    (AlarmKind.NOT_RISEN, Symptoms(steps=[step(900)], rewards=dict.fromkeys(range(901), 0.5), finished=True)),
     (AlarmKind.NO_SIGNAL, Symptoms(steps=[step(index, equal_rewards=6) for index in range(5)])),
     (AlarmKind.TRUNCATION, Symptoms(steps=[step(index, truncated=12) for index in range(5)])),
     (AlarmKind.UNREAD, Symptoms(steps=[step(index, unread=12) for index in range(5)])),

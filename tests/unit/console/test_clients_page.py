@@ -1,5 +1,7 @@
 """What the page *Clients* is answered: what each client has trained and sampled."""
 
+import math
+
 from services.console.pages.clients import MOST_LOSSES, ClientHistory
 from services.console.run_source import RunSource
 from shared.schema.client_commands import Command, CommandOutcome
@@ -21,6 +23,9 @@ async def test_steps_losses_samples_and_failures() -> None:
     assert (sampled.client, sampled.waiting, sampled.losses) == (SAMPLED, 1, [])
     assert (trained.steps, trained.waiting, trained.failed, trained.error) == (1, 0, 1, "the name is taken")
     assert (len(trained.losses), trained.losses[-1], trained.tokens) == (MOST_LOSSES, (MOST_LOSSES + 1) / 2, 2 * (MOST_LOSSES + 2))
+    history.take(CommandOutcome(client=TRAINED, number=902, at=6.5, figures={"loss:sum": math.nan, "tokens": 2.0}))
+    [_, trained] = await history.newest(10)
+    assert len(trained.losses) == MOST_LOSSES and trained.losses[-2:] == [(MOST_LOSSES + 1) / 2, None]
     history.take(CommandOutcome(client=SAMPLED, number=1, at=8.0, figures={"tokens": 5.0, "sequences": 2.0}))
     [first] = await history.newest(1)
-    assert (first.sequences, first.waiting) == (2, 0)
+    assert (first.sequences, first.waiting, first.losses) == (2, 0, [])

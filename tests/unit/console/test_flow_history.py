@@ -22,7 +22,17 @@ from shared.schema.messages import Payload, SampleMeta, ScoredGroup
 from shared.schema.service_messages import MetricsWritten, ServiceEvent, ServiceStatus
 from shared.schema.weight_messages import ReplicaPush, WeightsPushed
 from shared.view.bottleneck import causes_of, workload
-from shared.view.flow_history import KEPT_SECONDS, PAUSED, ActivitySpan, FlowHistory, GroupPassage, laid_over, seconds_of, wait_causes
+from shared.view.flow_history import (
+    KEPT_SECONDS,
+    MOST_STEPS,
+    PAUSED,
+    ActivitySpan,
+    FlowHistory,
+    GroupPassage,
+    laid_over,
+    seconds_of,
+    wait_causes,
+)
 from shared.view.flow_view import flow_view, length_classes, step_parts
 from tests.support.tables import table
 
@@ -202,6 +212,17 @@ def test_memory_follows_the_last_hour() -> None:
     most = KEPT_SECONDS / 60 + 2
     assert len(history.generated["rollout-0"]) <= most and all(len(spans) <= most for spans in history.looks.values())
     assert history.outstanding == [] and history.ready == [] and history.dropped["stale"] == 1000
+
+
+def test_all_rewards_of_a_long_run_are_known_and_groups_a_minute_are_of_the_part_that_was_read(run_config: RunConfig) -> None:
+    history = FlowHistory()
+    for number in range(MOST_STEPS + 1):
+        history.metric(MetricsWritten(role="actor", step=number, values={"rollout/raw_reward": 0.5}, at=1.0))
+    assert len(history.metrics) == MOST_STEPS and history.rewards == dict.fromkeys(range(MOST_STEPS + 1), 0.5)
+    history.service_event(told("buffer-0", "joined", 10.0))
+    history.apply(admitted(9000, 60, 1000.0))
+    history.apply(admitted(9060, 60, 1060.0))
+    assert flow_view(history, run_config, [], 1060.0, 3600.0).stages[0].per_minute == 120
 
 
 def test_what_was_not_looked_at_for_long_is_not_known() -> None:

@@ -90,7 +90,7 @@ def test_nats_is_down(run_config: RunConfig) -> None:
     """Nothing is known of services then, which is not the same as that none is there."""
     history = staged(20, 10, {"rollout-0": (10.0, 9.9, 0.5, 0.3)})
     found = said(history, run_config, 1, {"NATS": "connection refused"}, live=False)
-    assert found.sentence.startswith("The run waits for NATS, which is away: connection refused, for 12s (since ") and found.advice == ()
+    assert found.sentence.startswith("The run waits for NATS, which is away: connection refused, for 12s; every ") and found.advice == ()
     both = said(history, run_config, 1, {"Redis": "no answer within 5 s", "NATS": "connection refused", "trainer-0": "silent"})
     assert "NATS, which is away: connection refused; and for Redis, which is away: no answer within 5 s, for 12s" in both.sentence
     assert "NATS" not in said(history, run_config, 1, {"trainer-0": "silent"}).sentence

@@ -40,6 +40,8 @@ def test_pace_needs_two_finished_steps() -> None:
     assert pace.left(10) == pytest.approx(6.0)
     pace.note(109, 7)
     assert pace.left(10) == pytest.approx(6.0)
+    pace.note(110, 1)
+    assert pace.left(10) is None, "the run was begun anew"
 
 
 def test_pace_counts_steps_that_were_not_seen_one_by_one() -> None:

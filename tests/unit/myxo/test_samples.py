@@ -90,7 +90,7 @@ LEDGER: list[LedgerRecord] = [
 
 
 def folded(ledger: Iterable[LedgerRecord] = LEDGER) -> GroupIndex:
-    found = GroupIndex("")
+    found = GroupIndex()
     found.apply(list(enumerate(ledger, 1)))
     return found
 

@@ -2,7 +2,6 @@
 
 import random
 from collections.abc import Callable, Iterable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -101,8 +100,8 @@ def random_ledger(seed: int, steps: int = 12) -> Ledger:
 
 
 @pytest.fixture
-def index(tmp_path: Path) -> GroupIndex:
-    return GroupIndex(tmp_path / "groups.sqlite")
+def index() -> GroupIndex:
+    return GroupIndex()
 
 
 def fold(index: GroupIndex, ledger: Ledger, pieces: int = 7) -> None:
@@ -242,17 +241,6 @@ def test_batches_are_as_they_were_amended(index: GroupIndex) -> None:
     batch = index.batch(4)
     assert batch is not None and (batch.started, batch.ended, len(batch.groups)) == (5.0, 6.0, 2)
     assert index.batch(5) is None
-
-
-def test_a_ledger_that_was_made_anew_leaves_nothing_of_the_old_one(index: GroupIndex) -> None:
-    fold(index, random_ledger(1))
-    index.keep([KeptPlace(group_id(0), 0, "000000.jsonl", 0, 10)])
-    before = index.revision
-    index.clear()
-    assert index.revision > before
-    assert (index.page(GroupQuery())[1], index.facets(), index.batch(0), index.group(group_id(0)), index.sequence) == (0, [], None, None, 0)
-    fold(index, random_ledger(2))
-    assert index.page(GroupQuery())[1] == 96
 
 
 def test_kept_places_are_those_of_the_attempt_that_came_back_and_go_with_their_file(index: GroupIndex) -> None:

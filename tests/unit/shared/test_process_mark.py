@@ -1,14 +1,16 @@
-"""Whether a process is dead is said only where it is certain."""
+"""Whether a process is dead is said only where it is certain; and how much memory is free."""
 
 import os
 import signal
 import subprocess
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
-from shared.runtime.host import certainly_dead, process_mark
+from shared.runtime import host
+from shared.runtime.host import certainly_dead, host_memory, process_mark
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="nobody can tell elsewhere")
 
@@ -58,3 +60,14 @@ def test_nothing_is_said_of_other_machines_and_containers(place: int) -> None:
 def test_nonsense_is_nobody() -> None:
     for nonsense in ("", "///", "a/b/c/d", process_mark() + "/1", "/".join([*process_mark().split("/")[:2], "0", "1"])):
         assert not certainly_dead(nonsense), nonsense
+
+
+def test_files_that_a_container_has_read_take_no_memory_from_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    files = {"/proc/meminfo": "MemTotal: 64 kB\nMemAvailable: 32 kB\nSwapTotal: 0 kB\nSwapFree: 0 kB\n"}
+    files |= {"/sys/fs/cgroup/memory.max": "10000\n", "/sys/fs/cgroup/memory.current": "9500\n"}
+    files["/sys/fs/cgroup/memory.stat"] = "anon 1500\nfile 8000\nshmem 1000\ninactive_anon 2500\ninactive_file 4000\nactive_file 3000\n"
+    for path, text in files.items():
+        (tmp_path / path[1:]).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / path[1:]).write_text(text)
+    monkeypatch.setattr(host, "Path", lambda path: tmp_path / path[1:])
+    assert host_memory() == (10000, 7500), "a tmpfs, which is no file of a disk, does"

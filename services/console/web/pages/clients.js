@@ -1,7 +1,7 @@
 // The page Clients: what the clients of the training endpoint have trained and sampled.
 
 import { chart } from "../charts.js";
-import { el, empty, fill, renew, shown } from "../dom.js";
+import { clock, el, empty, fill, renew, shown } from "../dom.js";
 import { refreshing } from "../refreshing.js";
 
 const DRAWN = 8; // clients whose losses one chart shows
@@ -43,9 +43,9 @@ export function mount(root, context) {
 function table(rows) {
   const heads = ["Steps", "Commands", "Waiting", "Failed", "Tokens", "Samples", "Loss"];
   const body = rows.map((row) => {
-    const figures = [row.steps, row.commands, row.waiting, row.failed, row.tokens, row.sequences, row.losses.at(-1)];
+    const figures = [row.steps, row.commands, row.waiting, row.failed, row.tokens, row.sequences, row.losses.at(-1) === null ? "not finite" : row.losses.at(-1)];
     const cells = figures.map((value) => el("td", { class: "number" }, shown(value)));
-    const newest = el("td", { class: "nowrap" }, new Date(row.at * 1000).toLocaleTimeString("en-GB"));
+    const newest = el("td", { class: "nowrap" }, clock(row.at));
     return el("tr", { "data-key": row.client }, el("th", { scope: "row" }, row.client), ...cells, newest, el("td", { class: "words" }, row.error));
   });
   const head = [el("th", { scope: "col" }, "Client"), ...heads.map((name) => el("th", { scope: "col", class: "number" }, name))];

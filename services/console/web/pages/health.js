@@ -1,6 +1,6 @@
 // What may be wrong with the run: alarms with what they mean and what to do, services, groups that died, what services told.
 
-import { el, empty, fill, renew, shown } from "../dom.js";
+import { clock, el, empty, fill, renew, shown } from "../dom.js";
 import { withoutLedger } from "../ledger_gone.js";
 
 export function mount(root, context) {
@@ -79,7 +79,7 @@ function dead({ dead: count, reasons }) {
       el("td", {}, item.fault || "–"),
       el("td", { class: "words" }, item.reason),
       el("td", {}, el("a", { href: `#/samples/${encodeURIComponent(item.newest)}` }, item.newest)),
-      el("td", { class: "when" }, time(item.at))));
+      el("td", { class: "when" }, clock(item.at))));
   return section("health-dead", `Dead groups${count ? `: ${shown(count)}` : ""}`, rows.length
     ? table(["Groups", "Fault", "Reason", "Newest", "At"], rows, [0])
     : el("p", { class: "quiet" }, count !== 0 ? "None among the newest records of the ledger." : "None: every group that was admitted could be generated and scored."));
@@ -87,15 +87,10 @@ function dead({ dead: count, reasons }) {
 
 function events({ events: told }) {
   const rows = told.map((event) =>
-    el("tr", { "data-key": `${event.at} ${event.instance} ${event.what}` }, el("td", { class: "when" }, time(event.at)), el("th", { scope: "row" }, event.instance), el("td", {}, event.what), el("td", { class: "words" }, event.detail)));
+    el("tr", { "data-key": `${event.at} ${event.instance} ${event.what}` }, el("td", { class: "when" }, clock(event.at)), el("th", { scope: "row" }, event.instance), el("td", {}, event.what), el("td", { class: "words" }, event.detail)));
   return section("health-events", "What services told", rows.length
     ? table(["At", "Service", "What", "Detail"], rows)
     : empty("Joins, failures, restarts and other events appear here as they happen, the newest first."));
-}
-
-function time(seconds) {
-  const at = new Date(seconds * 1000);
-  return Number.isNaN(at.getTime()) ? "–" : at.toLocaleTimeString("en-GB");
 }
 
 function section(id, title, ...content) {

@@ -1,7 +1,7 @@
 // The page Run: every metric of training by step or by time, other runs over it, what happened beside; a click opens the batch.
 
 import { aligned, chart } from "../charts.js";
-import { el, empty, fill, shown } from "../dom.js";
+import { clock, el, empty, fill, shown } from "../dom.js";
 import { refreshing } from "../refreshing.js";
 
 const WINDOWS = [1, 5, 10, 20, 50, 100, 500];
@@ -213,7 +213,7 @@ export function mount(root, context) {
       "Drag over a chart to zoom; click on a point to see its batch.",
     );
     const rows = happened.slice(0, 50).map((mark) =>
-      el("tr", {}, el("td", {}, new Date(mark.at * 1000).toLocaleString("en-GB")), el("td", { class: "number" }, shown(Math.round(mark.x * (state.axis === "step" ? 10 : 1000)) / (state.axis === "step" ? 10 : 1000))), el("td", {}, mark.instance), el("td", {}, mark.kind.replace("_", " ")), el("td", {}, mark.text)),
+      el("tr", {}, el("td", {}, clock(mark.at)), el("td", { class: "number" }, shown(Math.round(mark.x * (state.axis === "step" ? 10 : 1000)) / (state.axis === "step" ? 10 : 1000))), el("td", {}, mark.instance), el("td", {}, mark.kind.replace("_", " ")), el("td", {}, mark.text)),
     );
     const table = el(
       "table",

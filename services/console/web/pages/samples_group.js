@@ -1,8 +1,8 @@
 // A group: its prompt, its samples side by side, and what became of it.
 
-import { el, empty, fill, shown } from "../dom.js";
+import { clock, el, empty, fill, shown } from "../dom.js";
 import { left } from "./samples_list.js";
-import { asked, clock, commands, facts, latest, partsList, prompt, range, rewardWithParts, seconds, status, textBlock, visible } from "./samples_parts.js";
+import { asked, commands, facts, latest, partsList, prompt, range, rewardWithParts, seconds, status, textBlock, visible } from "./samples_parts.js";
 
 const SOURCES = { store: "read from the store", kept: "read from the run's kept responses" };
 

@@ -1,7 +1,7 @@
 // The list of groups: filters, order and page stand in the address, so that every view is a link.
 
-import { el, empty, fill, shown } from "../dom.js";
-import { clock, commands, facts, latest, range, rewardWithParts, seconds, status, visible } from "./samples_parts.js";
+import { clock, el, empty, fill, shown } from "../dom.js";
+import { commands, facts, latest, range, rewardWithParts, seconds, status, visible } from "./samples_parts.js";
 
 const LIMIT = 50;
 
@@ -41,6 +41,7 @@ export const left = { hash: "#/samples" };
 export function mountList(root, context) {
   let params = context.params;
   let timer = null;
+  let pending = {}; // changes of filters that are not gone to yet
   const load = latest();
   const loadFacets = latest();
   const loadBatch = latest();
@@ -65,7 +66,9 @@ export function mountList(root, context) {
   }
 
   function go(changes) {
-    const next = { ...query(), ...changes };
+    const next = { ...query(), ...pending, ...changes };
+    clearTimeout(timer);
+    pending = {};
     const kept = new URLSearchParams();
     for (const [name, value] of Object.entries(next)) for (const item of [value].flat()) if (item !== "" && item !== null) kept.append(name, item);
     const text = kept.toString();
@@ -74,9 +77,9 @@ export function mountList(root, context) {
 
   function change(name, value, soon) {
     clearTimeout(timer);
-    const changes = { [name]: value, offset: null };
-    if (name === "evaluation") Object.assign(changes, { status: null, dataset: null, step: null });
-    timer = setTimeout(() => go(changes), soon ? 0 : 350);
+    Object.assign(pending, { [name]: value, offset: null });
+    if (name === "evaluation") Object.assign(pending, { status: null, dataset: null, step: null });
+    timer = setTimeout(() => go({}), soon ? 0 : 350);
   }
 
   function sort(column) {

@@ -81,14 +81,6 @@ export function seconds(value) {
   return value < 60 ? `${value.toFixed(1)} s` : span(value);
 }
 
-/** Returns a time of day, with the day where it is not today. */
-export function clock(seconds) {
-  if (!seconds) return "–";
-  const date = new Date(seconds * 1000);
-  const time = date.toLocaleTimeString("en-GB");
-  return date.toDateString() === new Date().toDateString() ? time : `${date.toISOString().slice(0, 10)} ${time}`;
-}
-
 export const STATUS_SIGNS = {
   outstanding: "○", requeued: "↻", ready: "◐", batched: "◕", trained: "●", dropped: "▽", dead: "✕", evaluated: "●", failed: "✕",
 };

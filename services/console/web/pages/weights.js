@@ -1,7 +1,7 @@
 // The page Weights: who serves which version, how each version got there, in how many seconds, and what failed by name.
 
 import { chart } from "../charts.js";
-import { el, empty, fill, renew, shown } from "../dom.js";
+import { clock, el, empty, fill, renew, shown } from "../dom.js";
 import { refreshing } from "../refreshing.js";
 
 const PAGE = 50;
@@ -75,7 +75,7 @@ export function mount(root, context) {
         { "data-key": row.version },
         el("th", { scope: "row", class: "number" }, shown(row.version), row.version === live ? el("span", { class: "good" }, " live") : null),
         el("td", { class: "number" }, shown(row.step)),
-        el("td", { class: "nowrap" }, new Date(row.at * 1000).toLocaleTimeString("en-GB")),
+        el("td", { class: "nowrap" }, clock(row.at)),
         el("td", {}, holders(row)),
         seconds(row.seconds),
         seconds(row.joining),
@@ -121,7 +121,7 @@ export function mount(root, context) {
       el(
         "tr",
         { "data-key": `${event.at} ${event.who} ${event.what}` },
-        el("td", { class: "nowrap" }, new Date(event.at * 1000).toLocaleString("en-GB")),
+        el("td", { class: "nowrap" }, clock(event.at)),
         el("td", {}, event.who),
         el("td", {}, el("span", { class: event.bad ? "bad" : "good" }, event.bad ? "▲ " : "● "), event.what),
         el("td", {}, event.text),
