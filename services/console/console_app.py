@@ -238,8 +238,9 @@ def console_app(source: RunSource, token: str, names: Iterable[str] = ()) -> Fas
     }
     for page, router in routers.items():
         app.include_router(router, prefix=f"/api/{page}", tags=[page])
-    for page, read in {"flow": pipeline.flow, "health": pipeline.health, "clients": source.shared(ClientHistory).newest}.items():
-        app.add_api_route(f"/api/{page}", read, tags=[page])
+    app.get("/api/flow", tags=["flow"])(pipeline.flow)
+    app.get("/api/health", tags=["health"])(pipeline.health)
+    app.get("/api/clients", tags=["clients"])(source.shared(ClientHistory).newest)
     app.include_router(session_list.router(source), prefix="/api/samples", tags=["samples"])
     app.mount("/", StaticFiles(directory=WEB, html=True))
     app.add_middleware(AccessToken, token=token, names=list(names))
