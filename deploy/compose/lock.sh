@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Writes the lock files anew: every package that an image installs, at the version of constraints.txt, with the hashes of its files.
-# requirements.lock is for all images; uv.lock has what installs the rest; torch-cpu.lock has torch's builds for CPUs. Needed when constraints.txt or pyproject.toml have changed; `tests/unit/install/test_lock.py` notices. Needs network and uv, whose own
+# requirements.lock is for all images; uv.lock has what installs the rest; torch-cpu.lock has torch's builds for CPUs. Needed when constraints.txt or pyproject.toml have changed; `tests/unit/install/test_release.py` notices. Needs network and uv, whose own
 # version for the images is named here:  UV=uv deploy/compose/lock.sh
 #
 # torch has two builds of one version: PyPI's, for CUDA, in requirements.lock, and those of TORCH_INDEX.

@@ -1,9 +1,15 @@
-"""Config texts: what must be in them, and what must not."""
+"""Config texts and health checks: what must be in them, and what must not."""
 
 import hashlib
 import json
+import os
 import re
+import subprocess
+from pathlib import Path
 from typing import Any
+
+import pytest
+import yaml
 
 from shared.accounts.permissions import MAX_PAYLOAD, ROLES, NatsSettings, RedisSettings, nats_conf, redis_conf, rights
 from tests.support.tables import table
@@ -102,3 +108,51 @@ def test_redis_keeps_what_it_is_given_and_encrypts_when_asked() -> None:
     assert directive(encrypted, "port") == ["0"] and directive(encrypted, "tls-port") == ["6379"]
     assert directive(encrypted, "tls-key-file") == ['"/x/key.pem"']
     assert directive(encrypted, "tls-auth-clients") == ["no"]
+
+
+# --- the health checks of the compose files: no password where other processes can read it
+
+ROOT = Path(__file__).resolve().parents[3]
+COMPOSE = ROOT / "deploy" / "compose"
+PASSWORD = "the-password-of-health"
+
+REDIS_CLI = """#!/bin/sh
+printf '%s\\n' "$0" "$@" "$REDISCLI_AUTH" > {told}.new
+tr '\\0' '\\n' < /proc/$PPID/cmdline > {told}.shell
+mv {told}.new {told}
+echo '{answer}'
+"""
+"""What stands in for redis-cli notes its arguments, its password and the arguments of the shell around it."""
+
+
+def redis_check(answer: str, directory: Path) -> tuple[int, list[str], str]:
+    """Runs the check of Redis as its container does: exit code, arguments of the client and its password, command line of the shell."""
+    kind, command = yaml.safe_load((COMPOSE / "compose.yaml").read_text())["services"]["redis"]["healthcheck"]["test"]
+    assert kind == "CMD-SHELL"
+    told, client = directory / "told", directory / "redis-cli"
+    (directory / "health").write_text(PASSWORD)
+    client.write_text(REDIS_CLI.format(told=told, answer=answer))
+    client.chmod(0o755)
+    command = command.replace("$$", "$").replace("/credentials/health", str(directory / "health"))
+    environment = os.environ | {"PATH": f"{directory}:{os.environ['PATH']}"}
+    code = subprocess.run(["/bin/sh", "-c", command], env=environment, capture_output=True, timeout=60, check=False).returncode
+    return code, told.read_text().splitlines(), told.with_suffix(".shell").read_text()
+
+
+@pytest.mark.parametrize(("answer", "healthy"), [("PONG", True), ("NOAUTH Authentication required.", False)])
+def test_redis_gets_its_password_by_the_environment(answer: str, healthy: bool, tmp_path: Path) -> None:
+    code, (*arguments, password), shell = redis_check(answer, tmp_path)
+    assert (code == 0) == healthy
+    assert password == PASSWORD
+    assert "ping" in arguments and PASSWORD not in " ".join(arguments)
+    assert PASSWORD not in shell
+
+
+def test_no_other_check_knows_a_password() -> None:
+    for path in COMPOSE.glob("*.yaml"):
+        for name, service in (yaml.safe_load(path.read_text()).get("services") or {}).items():
+            words = " ".join(service.get("healthcheck", {}).get("test", []))
+            assert name == "redis" or "/credentials" not in words, f"{path.name}: {name}"
+            assert "--pass" not in words and " -a " not in words, f"{path.name}: {name}"
+    checks = [line for line in (COMPOSE / "Dockerfile").read_text().splitlines() if line.startswith("HEALTHCHECK")]
+    assert checks and not any("credentials" in line for line in checks)

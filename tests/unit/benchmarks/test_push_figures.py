@@ -1,15 +1,23 @@
-"""The figures of pushes, from what both ends have noted."""
+"""Figures of pushes, of the model of their scale, and of the colocated benchmark."""
 
 import argparse
+import sys
 from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
 
+from benchmarks import colocate
 from benchmarks.push_figures import MARKS, death_rows, figures_of, page_rows, percentile, trace_table
+from benchmarks.scale.plane_rates import Workload, capacity, gpus_until, rates
+from benchmarks.scale.published_pushes import published_pushes
+from benchmarks.scale.push_model import Weights, ours, weights_of
 from benchmarks.token_stream import gaps_of
 from benchmarks.weight_push import Bench, copied
 from services.trainer.weights.push_schedule import PushResult
+from tests.support.tables import table
 
 TRAINER = {"prepare_began": 9.0, "receive_began": 10.0, "check_began": 10.03, "commit_began": 10.031, "sent": 10.02}
 
@@ -91,3 +99,56 @@ def test_a_death_has_a_table_of_its_own() -> None:
     head, _, line = death_rows([{"bytes": 8_044_936_192, "layout": "TP2, 2 engines", "death": death}])
     assert head.count("|") == line.count("|")
     assert line == "| 8.04 GB, TP2, 2 engines | 2.3 s | 2.5 s | 16.4 s | 17.0 s | 8.04 GB in 0.09 s |"
+
+
+# --- the model of the large scale: it says of published pushes what was published, and of sizes what follows from the figures
+
+
+def test_published_pushes_are_reproduced() -> None:
+    rows = [row for row in published_pushes() if not row.fitted]
+    assert {row.model.split(",")[0] for row in rows} >= {"Qwen3-30B-A3B", "DeepSeek-V3.1", "Kimi-K2"}
+    assert all(abs(row.difference) < 0.25 for row in rows), [(row.model, row.difference) for row in rows]
+
+
+def test_tensors_are_counted_and_eight_bits_take_half_and_scales() -> None:
+    plain, small = weights_of("kimi-k2"), weights_of("kimi-k2", fp8=True)
+    assert plain.gigabytes == pytest.approx(2_052.8, abs=0.1)
+    assert 0.5 < small.gigabytes / plain.gigabytes < 0.51
+    assert small.tensors > 1.9 * plain.tensors
+
+
+def test_a_push_waits_for_the_longer_of_wire_and_loading() -> None:
+    by_wire, by_load = ours(Weights(10, 400.0)), ours(Weights(100_000, 1.0))
+    assert by_wire["push"] > by_wire["wire"] > by_wire["load"]
+    assert by_load["push"] > by_load["load"] > by_load["wire"]
+    assert ours(Weights(10, 400.0, stages=4))["wire"] == pytest.approx(by_wire["wire"] / 4)
+
+
+def test_rates_grow_with_the_gpus_and_tell_where_they_end() -> None:
+    work = Workload(256)
+    here, twice = rates(work), rates(replace(work, gpus=512))
+    assert twice["samples_per_s"] == pytest.approx(2 * here["samples_per_s"])
+    assert twice["step_seconds"] == pytest.approx(here["step_seconds"] / 2)
+    most = gpus_until(work, "of_path", 1.0)
+    assert rates(replace(work, gpus=most))["of_path"] == pytest.approx(1.0, abs=0.01)
+    assert capacity(768) > capacity(2_000) > capacity(8_448) == capacity(100_000)
+
+
+# --- what the colocated benchmark reads: the GPU that the run has, and a run's figures while it continues
+
+
+@table(("told", "place"), [(None, 0), ("", 0), ("0", 0), ("3", 3), (" 2, 0", 2), ("GPU-5c1f", "GPU-5c1f"), ("MIG-7,GPU-5c1f", "MIG-7")])
+def test_the_first_visible_gpu_is_read(told: str | None, place: int | str) -> None:
+    assert colocate.first_visible(told) == place
+
+
+def test_figures_are_told_while_a_run_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(colocate, "TOLD_SECONDS", 0.05)
+    monkeypatch.setattr(colocate, "of_shape", lambda case, data: [])
+    monkeypatch.setattr(colocate, "launch", lambda words: [sys.executable, "-c", "input()"])  # ends by itself: it has no input
+    rows = list(colocate.run("tiny", "cpu", tmp_path, 60, []))
+    assert rows[-1]["exit"] == 1 and all(row["exit"] is None for row in rows[:-1])
+    monkeypatch.setattr(colocate, "launch", lambda words: [sys.executable, "-c", "import time; time.sleep(600)"])
+    *before, last = colocate.run("tiny", "cpu", tmp_path, 0.3, [])
+    assert before and before[0]["exit"] is None and before[0]["turns"] == 0
+    assert last["exit"] == -15, "its time was over"

@@ -9,6 +9,8 @@ from services.buffer import batch_repair, policy
 from services.buffer.buffer_config import BufferConfig
 from services.buffer.policy import WrongStep
 from services.buffer.state import BufferState
+from services.buffer.task_publisher import _sampling
+from shared.config.rollout_section import RolloutSection
 from shared.schema.ledger import (
     BatchFormed,
     EvalEnded,
@@ -376,3 +378,12 @@ def test_what_a_shortened_run_had_admitted_too_many_is_dropped_as_surplus() -> N
     assert dropped.groups == [group_id(1), group_id(2)]
     assert isinstance(finished, RunFinished)
     assert state.in_flight == 0
+
+
+# --- what tasks say of a response's text: the run's word, unless a set of held-out prompts has its own
+
+
+@table(("run", "own", "said"), [(None, None, None), (True, None, True), (False, None, False), (False, True, True), (True, False, False)])
+def test_special_tokens_are_left_out_as_the_run_says(run: bool | None, own: bool | None, said: bool | None) -> None:
+    rollout = RolloutSection(num_rollout=1, rollout_batch_size=1, rollout_skip_special_tokens=run)
+    assert _sampling(rollout, [], skip_special_tokens=own).skip_special_tokens is said

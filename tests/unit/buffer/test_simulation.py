@@ -13,6 +13,7 @@ import numpy
 import pytest
 from numpy.random import default_rng
 
+from benchmarks.buffer_core import GROUPS_PER_BATCH, WINDOWS, group_bytes, run
 from services.buffer.simulation import world as modelled_engine
 from services.buffer.simulation.simulate_command import (
     ORDERS,
@@ -378,3 +379,13 @@ def test_myxo_simulate(tmp_path: Path) -> None:
     assert list(json.loads(path.read_text())["policies"]) == ["drop/completion"]
     assert "U_sync" in done.stdout
     assert run_myxo("simulate", "--gpus", "0").returncode == 2
+
+
+# --- the benchmark of the buffer's core trains all of its groups, by messages that the policy takes
+
+
+def test_every_step_is_trained_and_scored_groups_are_held() -> None:
+    core, windows = run(WINDOWS * GROUPS_PER_BATCH, samples=2, lot=4)
+    assert core.state.trained == WINDOWS * GROUPS_PER_BATCH and len(windows) == WINDOWS
+    assert core.state.dropped > 0 or core.state.dead > 0, "some fail or are stale"
+    assert group_bytes(2, groups=50)["scored"] > 0

@@ -1,15 +1,27 @@
-"""The example's functions, called as the reward service calls them."""
+"""The examples' functions, called as services call them."""
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
+import pytest
+import torch
 
-from examples.hooks import arithmetic
+from examples.hooks import arithmetic, objective
 from services.reward.custom_functions import KEEP, REMOVE, SCORE, SEE, Functions
+from services.trainer.objective.correction import Statistics
+from services.trainer.objective.custom_objective import CustomFunctions, CustomLoss
+from services.trainer.objective.loss import PolicyLoss, loss_of
+from services.trainer.objective.reduce import denominator, sample_weights
+from services.trainer.packing import PackedBatch, pack, spread
+from shared.hooks import HookSample
+from shared.rewards.reward_advantage import reward_advantages
 from shared.schema.sample import Sample
 from tests.support.run_config import run_config
 from tests.support.tables import table
+from tests.support.train_samples import train_sample
 
 MODULE = "examples.hooks.arithmetic"
 
@@ -56,3 +68,65 @@ async def test_all_functions_on_one_group(tmp_path: Path) -> None:
     lines = [json.loads(line) for line in (tmp_path / "runs" / "test" / "groups.jsonl").read_text().splitlines()]
     assert [line["rewards"] for line in lines] == [[1.0, 0.9, 0.0], [1.0, 1.0], [0.0, 0.0]]
     assert {line["prompt"] for line in lines} == {"40+2="}
+
+
+# --- the example's functions of the objective, called as the trainer calls them
+
+OBJECTIVE = "examples.hooks.objective"
+FUNCTIONS = {
+    "custom_reward_post_process_path": "less_for_length",
+    "custom_advantage_function_path": "fading",
+    "custom_tis_function_path": "square_root_weight",
+    "custom_pg_loss_reducer_function_path": "by_fixed_length",
+}
+
+
+def loaded(directory: Path, **algorithm: Any) -> tuple[Any, CustomFunctions]:
+    config = run_config(directory, algorithm=algorithm)
+    return config.algorithm, CustomFunctions.of(config)
+
+
+def micro_batch(advantages: list[torch.Tensor], weights: Sequence[float]) -> PackedBatch:
+    samples = [train_sample([1], [2] * len(advantage), index=index) for index, advantage in enumerate(advantages)]
+    return pack(samples, weights).with_fields(advantages=spread(samples, advantages, "advantages"))
+
+
+def test_rewards_to_loss_by_functions_of_ones_own(tmp_path: Path) -> None:
+    config, custom = loaded(tmp_path, gamma=0.5, **{field: f"{OBJECTIVE}:{name}" for field, name in FUNCTIONS.items()})
+    samples = [HookSample(reward=1.0, response_length=2 * objective.LONG), HookSample(reward=0.0, response_length=3)]
+    raw, rewards = custom.post_processed(samples)
+    assert (raw, rewards) == ([1.0, 0.0], [0.8, 0.0])
+    masks = [torch.ones(3, dtype=torch.bool), torch.ones(2, dtype=torch.bool)]
+    of_own = reward_advantages(config, rewards, ["g", "g"], [0, 1])
+    found = custom.advantages(masks, {"rewards": of_own.tolist()})
+    np.testing.assert_allclose(found.advantages[0], [0.2, 0.4, 0.8])  # the rewards are as the function made them, not compared
+    batch = micro_batch(found.advantages, sample_weights([3, 2], [1, 1]).tolist())
+    loss = loss_of(config, custom, 0, Statistics(), denominator([3, 2], [1, 1]))
+    assert isinstance(loss, PolicyLoss)
+    value, metrics = loss(log_probs(batch, [[-1.0, -1.0, -0.8], [-1.0, -1.0]]), None, batch)
+    # the last token's weight is sqrt(e^0.2), within tis_clip; the ratio to the policy itself is 1
+    assert metrics["tis"].item() == pytest.approx((2 + np.exp(0.1)) / 6 + 0.5, rel=1e-5)
+    expected = -(0.2 + 0.4 + 0.8 * np.exp(0.1)) / objective.DIVISOR / 2
+    assert value.item() == pytest.approx(expected, rel=1e-5)
+    value, _ = loss(log_probs(batch, [[-1.0, -1.0, 1.0], [-1.0, -1.0]]), None, batch)
+    assert value.item() == 0.0  # sqrt(e^2) is over tis_clip
+
+
+def test_a_loss_of_ones_own(tmp_path: Path) -> None:
+    config, custom = loaded(tmp_path, loss_type="custom_loss", custom_loss_function_path=f"{OBJECTIVE}:weighted_likelihood")
+    loss = loss_of(config, custom, 0, Statistics(), 1.0)
+    assert isinstance(loss, CustomLoss)
+    batch = micro_batch([torch.full((2,), 2.0), torch.full((1,), -1.0)], sample_weights([2, 1], [1, 1]).tolist())
+    logits = torch.zeros(5, 4, requires_grad=True)  # every token has probability 1/4
+    value, metrics = loss(logits, batch)
+    assert metrics["log_probs"].item() == pytest.approx(np.log(1 / 4), rel=1e-6)
+    assert value.item() == pytest.approx(-np.log(1 / 4) * (2.0 - 1.0) / 2, rel=1e-6)
+    value.backward()
+    assert logits.grad is not None
+    assert torch.equal(logits.grad.abs().sum(-1) > 0, batch.loss_mask > 0)
+
+
+def log_probs(batch: PackedBatch, of_samples: list[list[float]]) -> torch.Tensor:
+    values = torch.zeros(batch.tokens.shape)
+    values[batch.loss_mask > 0] = torch.tensor([value for row in of_samples for value in row])
+    return values.requires_grad_()

@@ -3,12 +3,13 @@
 import json
 from dataclasses import replace
 from typing import Any
+from unittest.mock import AsyncMock, Mock
 
 import numpy as np
 import pytest
 
 from services.gateway.chat_tokens import ParsedCall
-from services.gateway.routes import request_id
+from services.gateway.routes import Api, request_id
 from services.gateway.turn_decisions import (
     StopStringTracker,
     _called,
@@ -203,3 +204,21 @@ def test_constraints_are_enforced_in_evaluations_alone() -> None:
         unconstrained(asked, "enforce", evaluation=False, notes=True)
     silent = unconstrained(asked, "ignore", evaluation=True, notes=False)
     assert (silent.messages, silent.ignored) == (ASKED, ("response_format",)), "a template without system messages is given no note"
+
+
+# --- which sessions may end without a reward
+
+
+@pytest.mark.parametrize(("environment", "taken"), [("given", False), ("math", True), ("", True)])
+async def test_a_reward_is_left_out_where_something_else_scores_the_session(environment: str, taken: bool) -> None:
+    sampling = Sampling(temperature=1.0, max_new_tokens=8)
+    fields: dict[str, Any] = {"group": "g1", "rollout": 0, "attempt": 0, "key_digest": "0" * 64, "deadline": 100.0}
+    log, ended = SessionLog(Session(id="s1", sampling=sampling, environment=environment, **fields)), Mock(ended=SessionEnded(at=1.0))
+    parts = dict.fromkeys(("turns", "replicas", "metrics"), Mock())
+    api = Api(Mock(end=AsyncMock(return_value=ended)), **parts, model="m", names=frozenset(), most=1)
+    if taken:
+        assert json.loads((await api._end(Mock(), log, b"{}")).body)["reward"] is None
+        return
+    with pytest.raises(TurnRefused, match="nothing else scores this session") as caught:
+        await api._end(Mock(), log, b"{}")
+    assert (caught.value.status, caught.value.field) == (400, "reward")

@@ -1,12 +1,33 @@
-"""How the Makefile makes the environment, with an interpreter that only notes what it is asked to do."""
+"""How the repository is worked on: its Makefile, the order of its tests, its tables of them, the page for who reads it."""
 
+import ast
 import os
+import re
 import shutil
 import subprocess
 import sys
+from collections.abc import Sequence
+from importlib.util import find_spec
 from pathlib import Path
 
+import grimp
 import pytest
+
+from docs.size import walks
+from tests.support.tables import table
+from tests.support.work_order import (
+    COMPARED,
+    ENGINES,
+    LONGEST,
+    OF_RANKS,
+    OF_WEIGHTS,
+    OWN_ENGINES,
+    RANKS,
+    SHARED,
+    WHOLE_RUNS,
+    next_piece,
+    piece_of,
+)
 
 ROOT = Path(__file__).resolve().parents[3]
 INDEX = "https://wheels.example/cpu"
@@ -136,3 +157,93 @@ def test_an_index_of_cpu_wheels_gives_torch_alone_and_is_remembered(checkout: Ch
     os.utime(checkout.path / "constraints.txt", (newer - 100, newer - 100))
     checkout.install(TORCH_INDEX="")
     assert checkout.asked()[:2] == ["venv --clear .venv", "pip install --no-compile -c constraints.txt -e .[all]"]
+
+
+# --- how `make test` gives the files of tests to its workers
+
+ENGINE = SHARED[0]
+
+
+@table("folder", WHOLE_RUNS)
+def test_its_folders_hold_tests(folder: str) -> None:
+    assert folder.endswith("/") and list((ROOT / folder).glob("test_*.py"))
+
+
+def test_a_piece_is_a_file_or_files_that_share_an_engine() -> None:
+    assert piece_of("tests/e2e/test_ppo.py::test_a[tests/unit/x.py::y]") == "tests/e2e/test_ppo.py"
+    assert [piece_of(f"{ENGINES}{name}.py::test_a") for name in ("turns", "router", "process")] == [*SHARED[::-1], f"{ENGINES}process.py"]
+    assert [piece_of(f"{OF_RANKS}{name}.py::test_a") for name in ("lora", "cpu")] == [*RANKS]
+    assert all((ROOT / f"{ENGINES}{name}.py").is_file() for name in (*OWN_ENGINES, *OF_WEIGHTS))
+    assert all((ROOT / f"{OF_RANKS}{name}.py").is_file() for name in COMPARED)
+    assert all((ROOT / piece).is_file() for piece in LONGEST if piece not in (*SHARED, *RANKS))
+
+
+def test_what_processes_are_forked_with_is_there() -> None:
+    """The server of forks says nothing of a module that it does not find, and would start without any."""
+    tree = ast.parse((ROOT / "tests" / "support" / "preloaded.py").read_text())
+    names = [alias.name for node in ast.walk(tree) if isinstance(node, ast.Import) for alias in node.names]
+    assert len(names) > 15 and [name for name in names if find_spec(name) is None] == []
+
+
+@table(
+    ("waiting", "whole_runs", "given"),
+    [
+        (["tests/e2e/a.py", ENGINE, "tests/unit/b.py", "tests/unit/c.py"], True, ENGINE),
+        (["tests/e2e/a.py", *LONGEST[:1:-1]], True, LONGEST[2]),
+        (["tests/e2e/a.py", "tests/unit/b.py", "tests/e2e/d.py"], True, "tests/e2e/a.py"),
+        (["tests/e2e/a.py", ENGINE, "tests/unit/b.py", "tests/unit/c.py"], False, "tests/unit/b.py"),
+        (["tests/unit/b.py", "tests/unit/c.py"], True, "tests/unit/b.py"),
+        (["tests/e2e/a.py"], False, "tests/e2e/a.py"),
+    ],
+)
+def test_a_worker_goes_on_with_its_kind_while_there_is_one(waiting: Sequence[str], whole_runs: bool, given: str) -> None:
+    assert next_piece(waiting, whole_runs=whole_runs) == given
+
+
+# --- a table as one test fails where a row does, and names it
+
+
+def test_all_rows_are_tried_and_those_that_fail_are_named(tmp_path: Path) -> None:
+    seen: list[tuple[int, str]] = []
+
+    @table("number", [1, 2, 3])
+    @table(("word", "good"), [("a", True), ("b", False)])
+    def tried(number: int, word: str, good: bool, tmp_path: Path) -> None:
+        (tmp_path / "own").mkdir()
+        seen.append((number, word))
+        assert good or number == 1
+
+    with pytest.raises(AssertionError, match=r"(?s)2 of 3:\n\(2,\): .*1 of 2:\n\('b', False\).*\n\(3,\): "):
+        tried(tmp_path=tmp_path)
+    assert seen == [(number, word) for number in (1, 2, 3) for word in ("a", "b")]
+
+
+# --- docs/reading.md names files and names that exist, as few as it promises, and each file of a walk is next to another one of it
+
+PAGE = (ROOT / "docs" / "reading.md").read_text()
+WALKS = PAGE.split("\n## ")[1:]
+STATION = re.compile(r"^\d+\. `([\w/]+\.py)` (.*?)(?=^\d+\. |^$)", re.MULTILINE | re.DOTALL)
+MOST_FILES = {"One sample": 45, "One version of the weights": 25, "One value of a config": 12}
+
+
+@pytest.fixture(scope="module")
+def graph() -> grimp.ImportGraph:
+    return grimp.build_graph("services", "shared", "myxo", exclude_type_checking_imports=False)
+
+
+@pytest.mark.parametrize(("title", "files"), walks())
+def test_a_walk_is_short_and_its_files_know_each_other(title: str, files: list[str], graph: grimp.ImportGraph) -> None:
+    assert len(set(files)) == len(files) <= MOST_FILES[title]
+    modules = {path.removesuffix(".py").removesuffix("/__init__").replace("/", ".") for path in files}
+    for module in modules:
+        near = graph.find_modules_directly_imported_by(module) | graph.find_modules_that_directly_import(module)
+        assert near & modules, f"{module} neither imports another file of the walk nor is it imported by one"
+
+
+@table(("path", "text"), [station for walk in WALKS for station in STATION.findall(walk)])
+def test_a_station_is_there_and_has_what_the_page_names(path: str, text: str) -> None:
+    source = (ROOT / path).read_text()
+    named = [name for group in re.findall(r"\(((?:`\w+`(?:, )?)+)\)", text) for name in re.findall(r"`(\w+)`", group)]
+    assert named, "a station says where to look"
+    for name in named:
+        assert re.search(rf"^(class|def|async def) {name}\b", source, re.MULTILINE), f"{path} has no {name}"

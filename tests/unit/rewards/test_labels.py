@@ -1,6 +1,9 @@
-"""Labels that slime's rewards would compare wrongly are read rightly or refused."""
+"""Rewards by slime's names: their values and their labels."""
 
+import json
 from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -9,6 +12,7 @@ from hypothesis import strategies as st
 from shared.rewards.math_verify import integer_label, math_labels
 from shared.rewards.reference import Reference
 from shared.rewards.verifiers import verify
+from tests.oracle.rewards import OURS, outcome
 from tests.support.tables import table
 
 
@@ -74,3 +78,19 @@ def test_a_mixed_fraction_is_the_sum_of_its_parts(whole: int, below: int, data: 
     label = f"{whole} {above}/{below}"
     assert reward("math", f"\\frac{{{whole * below + above}}}{{{below}}}", label) == 1.0
     assert reward("math", f"\\frac{{{whole}{above}}}{{{below}}}", label) == float(int(f"{whole}{above}") == whole * below + above)
+
+
+# --- rewards by slime's names have slime's values: what slime's own functions gave for hundreds of cases each (`tests.oracle.rewards`)
+
+VALUES: dict[str, list[Any]] = json.loads((Path(__file__).parent / "values.json").read_text())
+
+
+def test_there_are_values_of_every_reward() -> None:
+    assert VALUES.keys() == OURS.keys()
+    assert all(len(rows) >= 300 for rows in VALUES.values())
+
+
+@table("name", VALUES)
+def test_every_case_has_slimes_value(name: str) -> None:
+    wrong = [(case, given, expected) for *case, expected in VALUES[name] if (given := outcome(OURS[name], tuple(case))) != expected]
+    assert not wrong, f"{len(wrong)} of {len(VALUES[name])}, the first: {wrong[0]}"

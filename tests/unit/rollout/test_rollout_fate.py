@@ -1,7 +1,10 @@
-"""When a rollout is tried again, when alone, when it is lost, and when its group is."""
+"""What becomes of rollouts: tried again, lost, or stopped as stale."""
 
 import asyncio
 import contextlib
+from collections.abc import Sequence
+from contextlib import ExitStack
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -9,6 +12,7 @@ import numpy as np
 import pytest
 
 from services.rollout import custom_generate, rollout_service
+from services.rollout.in_flight import InFlight, Requests
 from services.rollout.played_group import DISRUPTIVE_TRIES, TRIES, GroupProgress, RolloutFailures
 from services.rollout.rollout_service import Rollout
 from services.rollout.task_outcomes import TaskOutcomes
@@ -18,6 +22,7 @@ from shared.hooks import HookFailed, HookSample, Status
 from shared.runtime.errors import DeadlineExceeded, MyxoError, PayloadMissing
 from shared.schema.messages import Failed, Payload, Sampling, Task
 from shared.store.payload_store import StoreRefused
+from tests.support.run_config import run_config
 
 RAISED = HookFailed("field", "a:b", "ValueError: no")
 BLOCKED = HookFailed("field", "a:b", "it held up its process", disruptive=True)
@@ -192,3 +197,31 @@ async def test_a_group_is_generated_once_whatever_it_fails_of(
     assert (lease.ends, fatal, failed.reason, failed.fault) == ("acked", [], reason, error.fault)
     lost = PICTURES if isinstance(error, PayloadMissing) else None
     assert failed.payload == lost, "the buffer has the group generated anew where these are gone"
+
+
+# --- two attempts at one group in one replica: the first, whose lease ran out, and its successor
+
+
+class Aborted(list[str]):
+    """Of an engine's client: what it was asked to abort."""
+
+    async def abort(self, rids: Sequence[str]) -> None:
+        self.extend(rids)
+
+
+async def test_either_may_end_first_and_both_are_stopped(tmp_path: Path) -> None:
+    in_flight = InFlight(run_config(tmp_path, rollout={"max_staleness": 0, "staleness_policy": "drop"}))
+    client: Any = Aborted()
+    attempts = [ExitStack(), ExitStack()]
+    for name, attempt in zip("ab", attempts, strict=True):
+        attempt.enter_context(in_flight.tracked("g00000001", Requests({name}), 0, 0))
+    await in_flight.stop_stale(client, 1)
+    assert sorted(client) == ["a", "b"]
+    attempts[0].close()
+    client.clear()
+    await in_flight.stop_stale(client, 1)
+    assert client == ["b"]
+    attempts[1].close()
+    client.clear()
+    await in_flight.stop_stale(client, 1)
+    assert not client

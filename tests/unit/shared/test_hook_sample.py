@@ -1,6 +1,8 @@
-"""Samples between store and hooks: nothing is lost on the way, and what does not fit together is refused by field."""
+"""A hook's sample: its fields, on its way to a process and back, against what the engine answered."""
 
+import threading
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -9,12 +11,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shared.hooks.hook_sample import HookSample, Status
-from shared.hooks.sample_conversion import Served, from_stored, group_index, to_stored
+from shared.hooks.sample_agreement import Answer, compared
+from shared.hooks.sample_conversion import Served, from_stored, group_index, packed, to_stored, unpacked
 from shared.runtime.errors import BadMessage
+from shared.schema import codec
 from shared.schema import sample as stored_sample
 from shared.schema.ledger import is_evaluation
+from shared.schema.sample import Sample, SampleLimits, Score
 from shared.schema.sample import Sample as StoredSample
-from shared.schema.sample import SampleLimits, Score
 from tests.support.tables import table
 from tests.unit.shared.test_sample import samples
 
@@ -240,3 +244,220 @@ def test_appending_refuses_log_probs_that_do_not_fit() -> None:
         HookSample().append_response_tokens(tokens=[5, 6], log_probs=[-1.0])
     with pytest.raises(ValueError, match="the 2 response tokens before these have no rollout_log_probs"):
         HookSample(tokens=[1, 5, 6], response_length=2).append_response_tokens(tokens=[7], log_probs=[-1.0])
+
+
+# --- a hook's sample on its way to a process and back, and what of it is stored
+
+
+def travelled(sample: HookSample) -> HookSample:
+    return unpacked(codec.unpack(codec.pack(packed(sample))))
+
+
+def full() -> HookSample:
+    sample = HookSample(prompt="1+1=", tokens=[1, 2], label={"ground_truth": ["2"]}, index=7, rollout_id=7, metadata={"level": 3})
+    meta = {
+        "finish_reason": {"type": "stop"},
+        "cached_tokens": 1,
+        "prompt_tokens": 2,
+        "weight_versions": [{"start": 0, "end": 2, "version": "3"}],
+    }
+    sample.append_response_tokens(tokens=[5, 6], log_probs=[-1.0, -2.0], meta_info=meta, text="ab")
+    sample.append_response_tokens(tokens=[9], trainable=False, text="!")
+    sample.reward, sample.train_metadata, sample.non_generation_time = {"score": 1.0, "pred": "2"}, {"loss": "own"}, 2.5
+    sample.tool_calls, sample.texts = 2, ["a", "b"]  # type: ignore[attr-defined]
+    return sample
+
+
+def test_a_sample_comes_back_as_it_was() -> None:
+    assert vars(travelled(full())) == vars(full())
+    assert vars(travelled(HookSample())) == vars(HookSample())
+
+
+def test_arrays_come_back_as_lists_and_what_does_not_travel_stays(capfd: pytest.CaptureFixture[str]) -> None:
+    sample: Any = full()
+    sample.tokens, sample.loss_mask, sample.score = np.arange(5), np.array([1, 1, 0]), np.float32(0.5)
+    sample.lock = threading.Lock()
+    back: Any = travelled(sample)
+    assert (back.tokens, back.loss_mask, back.score) == ([0, 1, 2, 3, 4], [1, 1, 0], 0.5)
+    assert not hasattr(back, "lock") and "sample.lock, a lock, stays in this process" in capfd.readouterr().err
+
+
+@pytest.mark.parametrize(("name", "value"), [("metadata", {"x": object()}), ("tokens", [object()]), ("response", object())])
+def test_a_field_that_does_not_travel_is_refused_by_name(name: str, value: Any) -> None:
+    sample = full()
+    setattr(sample, name, value)
+    with pytest.raises(BadMessage, match=f"{name} does not travel in a message"):
+        packed(sample)
+
+
+@pytest.mark.parametrize(("given", "status"), [("completed", Status.COMPLETED), (Status.TRUNCATED, Status.TRUNCATED), ("done", "done")])
+def test_a_status_comes_back_by_whichever_word(given: Any, status: Any) -> None:
+    sample = full()
+    sample.status = given
+    assert travelled(sample).status == status
+
+
+def test_what_a_stored_sample_has_no_field_for_goes_along() -> None:
+    [stored] = stored_sample.decode(stored_sample.encode([to_stored(full(), "g00000003", 1, 1, Served(3, 3), SampleLimits(100))], 1000))
+    seen: Any = from_stored(stored)
+    assert (seen.tool_calls, seen.texts, seen.train_metadata, seen.non_generation_time) == (2, ["a", "b"], {"loss": "own"}, 2.5)
+    assert (seen.index, seen.rollout_id, seen.reward) == (7, 7, {"score": 1.0})
+    assert seen.prefix_cache_info.prefix_cache_hit_rate == 0.5
+    assert stored.given_reward == {"score": 1.0}
+
+
+def test_lists_grow_in_place_and_aborted_samples_are_stored_only_to_be_gone_on_with() -> None:
+    sample = HookSample(tokens=[1])
+    sample.loss_mask, sample.rollout_log_probs = [], []
+    held = sample.tokens, sample.loss_mask, sample.rollout_log_probs
+    sample.append_response_tokens(tokens=[2], log_probs=[-1.0], meta_info={"finish_reason": {"type": "abort"}})
+    assert held == ([1, 2], [1], [-1.0]) and sample.status is Status.ABORTED
+    with pytest.raises(BadMessage, match="status is Status.ABORTED"):
+        to_stored(sample, "g00000003", 0, 0, Served(3, 3), SampleLimits(100))
+    assert to_stored(sample, "g00000003", 0, 0, Served(3, 3), SampleLimits(100), unfinished=True).finish == "abort"
+
+
+@table(
+    ("given", "words"),
+    [
+        ({"tokens": [1], "log_probs": [-1.0, -2.0]}, "2 log_probs for 1 tokens"),
+        ({"tokens": [1], "log_probs": [-1.0], "trainable": False}, "tokens that are not trainable have no log_probs"),
+        ({"tokens": [1], "log_probs": [0.0], "meta_info": {"top_p_token_ids": [1]}}, "only one of a nucleus's"),
+        ({"tokens": [1], "log_probs": [0.0], "meta_info": {"routed_experts": [1]}}, "args is needed"),
+    ],
+)
+def test_tokens_that_do_not_fit_are_refused(given: dict[str, Any], words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        HookSample(tokens=[1]).append_response_tokens(**given)
+
+
+def test_nuclei_stay_in_step_with_the_tokens() -> None:
+    sample = HookSample(tokens=[1])
+    meta = {"top_p_token_ids": [7, 8, 9], "top_p_token_offsets": [0, 1, 3]}
+    sample.append_response_tokens(tokens=[7, 8], log_probs=[-1.0, -1.0], meta_info=meta)
+    sample.append_response_tokens(tokens=[5], trainable=False)
+    assert (sample.rollout_top_p_token_ids.tolist(), sample.rollout_top_p_token_offsets.tolist()) == ([7, 8, 9], [0, 1, 3, 3])
+    assert travelled(sample).rollout_top_p_token_offsets == [0, 1, 3, 3]
+
+
+# --- samples of a function of the user's, against its prompt, its text and what the engine answered
+
+PROMPT, DRAWN, TOOL = [1, 2, 3], [11, 12, 13, 14], [40, 41]
+LOG_PROBS = [-0.5, -1.5, -0.25, -2.0]
+SPECIAL = "<|end|>"
+
+
+def decode(ids: Any, skip_special_tokens: bool) -> str:
+    """A letter a token; 99 is the special one."""
+    return "".join(("" if skip_special_tokens else SPECIAL) if token == 99 else chr(ord("A") + int(token)) for token in ids)
+
+
+def sample(tokens: list[int], length: int, log_probs: list[float] | None, mask: list[int] | None = None, text: str | None = None) -> Sample:
+    prompt, response = tokens[: len(tokens) - length], tokens[len(tokens) - length :]
+    return Sample(
+        group="g1",
+        index=0,
+        prompt=np.array(prompt, np.int32),
+        response=np.array(response, np.int32),
+        log_probs=None if log_probs is None else np.array(log_probs, np.float32),
+        mask=np.array(mask or [1] * length, np.uint8),
+        segments=[(0, length, 0)],
+        finish="stop",
+        text=decode(response, False) if text is None else text,
+    )
+
+
+def found(one: Sample, *answers: Answer, changed: bool = False, whole: bool = True) -> SimpleNamespace:
+    own, refused, doubts = compared(one, None if changed else np.array(PROMPT, np.int32), answers, decode, [SPECIAL], whole)
+    return SimpleNamespace(own=own, refused=refused, doubts=doubts)
+
+
+def answer(start: int, ids: list[int], log_probs: list[float] | None = None) -> Answer:
+    return start, np.array(ids, np.int32), None if log_probs is None else np.array(log_probs, np.float32)
+
+
+FIRST = answer(3, DRAWN, LOG_PROBS)
+SECOND = answer(9, [15, 16], [-0.75, -1.0])
+TWO_TURNS = [*PROMPT, *DRAWN, *TOOL, 15, 16]
+
+
+@table(
+    ("one", "answers"),
+    [
+        (sample([*PROMPT, *DRAWN], 4, LOG_PROBS), [FIRST]),
+        (sample([*PROMPT, *DRAWN], 4, None), [FIRST]),
+        (sample([*PROMPT, *DRAWN[:2]], 2, LOG_PROBS[:2]), [FIRST]),  # cut at a stop of the function's own
+        (sample([*PROMPT, 8, *DRAWN], 4, LOG_PROBS), [answer(4, DRAWN, LOG_PROBS)]),  # a prompt with more to it
+        (sample(TWO_TURNS, 8, [*LOG_PROBS, 0, 0, -0.75, -1.0], [1, 1, 1, 1, 0, 0, 1, 1]), [FIRST, SECOND]),
+        (sample(TWO_TURNS, 2, [-0.75, -1.0]), [FIRST, SECOND]),  # of two turns the last is trained
+        (sample([*PROMPT, *DRAWN], 2, LOG_PROBS[2:]), [FIRST]),  # of one answer the end is trained
+        (sample([*PROMPT, *DRAWN], 4, [0.0, 0.0, 0.0, -2.0]), [answer(3, DRAWN, [0.0, 0.0, 0.0, -2.0])]),  # a model that is sure
+        (sample([*PROMPT, *DRAWN], 4, LOG_PROBS), [answer(3, [11, 12], [-9.0, -9.0]), FIRST]),  # another rollout's answer, of older weights
+        (sample([*PROMPT, *DRAWN], 5, [0.0, *LOG_PROBS], [0, 1, 1, 1, 1]), []),  # the prompt ends with the beginning of an answer
+        (sample([*PROMPT, *DRAWN, 99], 5, [*LOG_PROBS, -0.1], text=f" {decode(DRAWN, True)}\n"), []),  # special tokens, white space
+        (sample([*PROMPT, *DRAWN, 99], 5, [*LOG_PROBS, -0.1], text=decode(DRAWN, True) + SPECIAL), []),
+        (sample([*PROMPT, *DRAWN], 4, LOG_PROBS), []),
+    ],
+)
+def test_what_agrees_is_taken_without_a_word(one: Sample, answers: list[Answer]) -> None:
+    agreement = found(one, *answers)
+    assert (agreement.refused, agreement.doubts) == (None, {})
+
+
+@table(
+    ("one", "answers", "reason"),
+    [
+        # two tokens of a tool behind what the engine sampled, and a length without them
+        (sample([*PROMPT, *DRAWN, *TOOL], 4, LOG_PROBS, text=decode(DRAWN, True)), [], "response_length is 4, but tokens has 6 behind"),
+        (sample([*PROMPT, *DRAWN, *TOOL], 4, None, text=decode(DRAWN + TOOL, True)), [], "response_length is 4, but tokens has 6 behind"),
+        (sample([*PROMPT, *DRAWN, *TOOL], 4, LOG_PROBS, text="?"), [FIRST], "response_length is 4, but the engine had sampled"),
+        (sample([*PROMPT, *DRAWN, *TOOL], 4, None, text="?"), [FIRST], "response_length is 4, but the engine had sampled"),
+        # tokens without the last one
+        (sample([*PROMPT, *DRAWN[:3]], 4, LOG_PROBS), [FIRST], "response_length is 4, and counts the last 1 tokens of the prompt"),
+        # a tool without a mask
+        (sample([*PROMPT, *DRAWN, *TOOL], 6, [*LOG_PROBS, 0, 0]), [FIRST], "loss_mask: 2 trained tokens, the first at 4"),
+        (sample(TWO_TURNS, 8, [*LOG_PROBS, 0, 0, -0.75, -1.0]), [FIRST, SECOND], "loss_mask: 2 trained tokens, the first at 4"),
+        # log-probs of other tokens, and none at all
+        (sample([*PROMPT, *DRAWN], 4, [*LOG_PROBS[1:], -0.1]), [FIRST], "rollout_log_probs is -0.1 at 3"),
+        (sample([*PROMPT, *DRAWN], 4, [0.0] * 4), [FIRST], "rollout_log_probs is 0 at 3"),
+        # none for the second turn, short beside the first
+        (
+            sample([*PROMPT, *[11] * 900, 15, 16], 902, [*[-0.5] * 900, 0.0, 0.0]),
+            [answer(3, [11] * 900, [-0.5] * 900), answer(903, [15, 16], [-0.75, -1.0])],
+            "rollout_log_probs is 0 at 901",
+        ),
+    ],
+)
+def test_what_contradicts_the_engine_or_itself_is_refused_by_its_field(one: Sample, answers: list[Answer], reason: str) -> None:
+    assert reason in (found(one, *answers).refused or "")
+
+
+@table(
+    ("one", "answers", "field"),
+    [
+        (sample([*PROMPT, *DRAWN], 4, LOG_PROBS, text="something else"), [], "response"),
+        (sample([7, 7, *DRAWN], 4, LOG_PROBS), [], "tokens"),
+        (sample([*PROMPT, *DRAWN, *TOOL], 6, [*LOG_PROBS, 0, 0]), [], "rollout_log_probs"),
+        (sample([*PROMPT, *DRAWN, *TOOL], 6, None), [FIRST], "loss_mask"),
+        (sample([*PROMPT, *DRAWN, *TOOL], 6, [*LOG_PROBS, -1, -1]), [FIRST], "loss_mask"),  # perhaps another server's
+        (sample([*PROMPT, *DRAWN], 4, [0.0] * 4), [answer(3, DRAWN)], "rollout_log_probs"),  # the engine was asked for none
+        # other tokens than any answer's: one that began alike, the first one left out, one before it, another in place of the last
+        (sample([*PROMPT, *DRAWN], 4, LOG_PROBS), [answer(3, [11, 12, 50], [-9.0, -9.0, -9.0])], "tokens"),
+        (sample([*PROMPT, *DRAWN[1:]], 3, LOG_PROBS[1:]), [FIRST], "tokens"),
+        (sample([*PROMPT, 8, *DRAWN], 5, [-0.1, *LOG_PROBS]), [FIRST], "tokens"),
+        (sample([*PROMPT, *DRAWN[:2], 99], 3, [*LOG_PROBS[:2], 0.0]), [FIRST], "tokens"),
+    ],
+)
+def test_what_may_have_a_reason_is_a_doubt_by_its_field(one: Sample, answers: list[Answer], field: str) -> None:
+    agreement = found(one, *answers)
+    assert (agreement.refused, [*agreement.doubts]) == (None, [field])
+
+
+def test_a_prompt_that_the_function_has_changed_is_its_own() -> None:
+    assert found(sample([7, 7, *DRAWN], 4, LOG_PROBS), changed=True).doubts == {}
+
+
+def test_tokens_that_came_by_a_stream_are_a_doubt_alone() -> None:
+    agreement = found(sample([*PROMPT, *DRAWN, *TOOL], 6, [*LOG_PROBS, 0, 0]), FIRST, whole=False)
+    assert (agreement.refused, {*agreement.doubts}) == (None, {"loss_mask", "tokens"})
+    assert agreement.own.tolist() == [True] * 4 + [False] * 2

@@ -1,4 +1,4 @@
-"""Presets: what they set, what stays as given, and what is said of both."""
+"""Presets, slime's functions of the objective, and runs without log-probs."""
 
 from pathlib import Path
 from typing import Any
@@ -6,12 +6,13 @@ from typing import Any
 import pytest
 
 from myxo.commands.flag_list import lines_of
-from shared.config import flags, presets
+from shared.config import flags, presets, slime_script
 from shared.config.config_reading import parse
 from shared.config.presets import PRESETS, ValueOf
 from shared.config.run_config import RunConfig
+from shared.hooks import load
 from shared.runtime.errors import ConfigError
-from tests.support.run_config import values
+from tests.support.run_config import run_config, values
 from tests.support.tables import table
 
 
@@ -120,3 +121,109 @@ def test_what_does_not_fit_is_refused(tmp_path: Path, given: dict[str, Any], wor
     with pytest.raises(ConfigError, match=words) as error:
         parse(values(tmp_path, algorithm=given))
     assert error.value.field.startswith("algorithm.")
+
+
+# --- slime's own functions of the objective, where a command line names them
+
+OPD = (
+    "--custom-rm-path slime.rollout.on_policy_distillation.reward_func "
+    "--custom-reward-post-process-path slime.rollout.on_policy_distillation.post_process_rewards "
+    "--rm-url http://10.0.0.7:13141/generate --use-opd --opd-type sglang --opd-kl-coef 1.0 --use-kl-loss --kl-loss-coef 0.00"
+)
+
+
+def settled(tmp_path: Path, words: str) -> tuple[Any, list[str]]:
+    given = values(tmp_path, **flags.parse(words.split()))
+    lines = slime_script.settle_functions(given)
+    return parse(given), lines
+
+
+def test_the_teacher_of_slimes_example_is_a_teacher(tmp_path: Path) -> None:
+    config, (line,) = settled(tmp_path, OPD)
+    assert config.algorithm.opd_teachers == {"teacher": "http://10.0.0.7:13141/generate"}
+    assert "opd_teachers" in line
+    post_process = load("algorithm.custom_reward_post_process_path", config.algorithm.custom_reward_post_process_path)
+    assert post_process(None, [object(), object()]) == ([0.0, 0.0], [0.0, 0.0])
+
+
+async def test_its_reward_is_none(tmp_path: Path) -> None:
+    config, _ = settled(tmp_path, OPD)
+    assert await load("reward.custom_rm_path", config.reward.custom_rm_path)(None, object(), evaluation=False) == 0.0
+
+
+def test_teachers_that_are_given_stay(tmp_path: Path) -> None:
+    given = values(tmp_path, **flags.parse(OPD.split()))
+    given["algorithm"]["opd_teachers"] = {"mine": "http://mine:1"}
+    assert slime_script.settle_functions(given) == []
+    assert given["reward"]["rm_url"] == "http://10.0.0.7:13141/generate"
+
+
+@pytest.mark.parametrize(("name", "mode"), [("vanilla_tis_function", "clip"), ("icepop_function", "mask")])
+def test_slimes_importance_weights_are_modes(tmp_path: Path, name: str, mode: str) -> None:
+    words = f"--use-tis --tis-clip 2.0 --tis-clip-low 0.5 --custom-tis-function-path slime.backends.megatron_utils.loss.{name}"
+    config, (line,) = settled(tmp_path, words)
+    assert (config.algorithm.tis_mode, config.algorithm.custom_tis_function_path) == (mode, None)
+    assert line.endswith(f"is --tis-mode {mode}")
+
+
+def test_functions_of_ones_own_stay(tmp_path: Path) -> None:
+    config, lines = settled(tmp_path, "--custom-tis-function-path mine.weights:icepop_function")
+    assert config.algorithm.custom_tis_function_path == "mine.weights:icepop_function"
+    assert lines == []
+
+
+def test_a_weight_without_its_correction_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"algorithm\.tis_mode"):
+        settled(tmp_path, "--no-use-tis --custom-tis-function-path slime.backends.megatron_utils.loss.icepop_function")
+
+
+@table(("words", "kind"), [("", "k1"), ("--preset dapo", "k1"), ("--preset gspo grpo", None), ("--preset grpo --kl-loss-type k2", None)])
+def test_a_preset_comes_before_slimes_defaults(words: str, kind: str | None) -> None:
+    given = flags.parse(f"--use-kl-loss {words}".split())
+    assert slime_script.defaults(given).get("algorithm", {}).get("kl_loss_type") == kind
+
+
+# --- which runs can do without the log-probs that the rollout drew tokens with
+
+SYNCHRONOUS, AHEAD = {"max_staleness": 0}, {"max_staleness": 1}
+OWN_LOSS = {"loss_type": "custom_loss", "custom_loss_function_path": "a:b", "advantage_estimator": "reinforce_plus_plus"}
+
+
+@table(
+    ("algorithm", "rollout", "reader"),
+    [
+        ({}, SYNCHRONOUS, None),
+        ({}, AHEAD, "algorithm.off_policy = decoupled (the default) with rollout.max_staleness = 1 reads them"),
+        ({"use_tis": False}, SYNCHRONOUS, None),
+        ({"use_tis": False}, AHEAD, None),
+        ({"off_policy": "none"}, AHEAD, None),
+        ({"off_policy": "decoupled"}, SYNCHRONOUS, "algorithm.off_policy = decoupled reads them"),
+        ({"off_policy": "rollout"}, SYNCHRONOUS, "algorithm.off_policy = rollout reads them"),
+        ({"use_tis": True}, SYNCHRONOUS, "algorithm.use_tis = true reads them"),
+        ({"use_rollout_logprobs": True}, SYNCHRONOUS, "algorithm.use_rollout_logprobs = true reads them"),
+        ({"use_rs": True}, SYNCHRONOUS, "algorithm.use_rs = True reads them"),
+        ({"rs_veto_threshold": 0.1}, SYNCHRONOUS, "algorithm.rs_veto_threshold = 0.1 reads them"),
+        ({"tis_batch_normalize": True}, SYNCHRONOUS, "algorithm.tis_batch_normalize = True reads them"),
+        ({"use_opsm": True, "use_tis": False}, AHEAD, None),
+        ({"use_m2po": True}, SYNCHRONOUS, "algorithm.use_m2po = True reads them"),
+        ({"custom_tis_function_path": "a:b"}, SYNCHRONOUS, "algorithm.custom_tis_function_path = a:b reads them"),
+        ({"loss_type": "sft_loss"}, AHEAD, None),
+        ({"loss_type": "custom_loss", "custom_loss_function_path": "a:b"}, AHEAD, None),
+        ({**OWN_LOSS, "off_policy": "rollout"}, SYNCHRONOUS, None),
+        ({**OWN_LOSS, "off_policy": "rollout", "kl_coef": 0.1}, SYNCHRONOUS, "algorithm.off_policy = rollout reads them"),
+        ({**OWN_LOSS, "kl_coef": 0.1}, SYNCHRONOUS, None),
+        ({}, {**SYNCHRONOUS, "missing_log_probs": "refuse"}, "rollout.missing_log_probs = refuse"),
+        ({}, {**SYNCHRONOUS, "missing_log_probs": "recompute"}, None),
+    ],
+)
+def test_who_reads_them(tmp_path: Path, algorithm: dict[str, Any], rollout: dict[str, Any], reader: str | None) -> None:
+    batch = {"n_samples_per_prompt": 2, **rollout}
+    assert run_config(tmp_path, algorithm=algorithm, rollout=batch).log_probs_reader == reader
+    if reader is not None and "missing_log_probs" not in rollout:
+        with pytest.raises(ConfigError, match="recompute, but algorithm.* reads them"):
+            run_config(tmp_path, algorithm=algorithm, rollout={**batch, "missing_log_probs": "recompute"})
+
+
+def test_weights_between_two_versions_are_not_those_that_sampled(tmp_path: Path) -> None:
+    config = run_config(tmp_path, rollout=SYNCHRONOUS, weights={"update_weights_interval": 2})
+    assert config.log_probs_reader == "algorithm.off_policy = decoupled (the default) with weights.update_weights_interval = 2 reads them"

@@ -1,4 +1,4 @@
-"""Samples end to end: what stands where, and what is refused."""
+"""A batch on its ranks: dealt out, packed, and what its sequences share."""
 
 import itertools
 
@@ -9,9 +9,11 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from services.trainer.batches import demonstration_micro_batches
-from services.trainer.packing import BadSample, collect, pack, separate, spread
-from services.trainer.partition import SampleTooLong
+from services.trainer.packing import BadSample, collect, pack, separate, shared_prefixes, spread
+from services.trainer.partition import SampleTooLong, Untrainable, partition_batch, parts
 from shared.config.algorithm import AlgorithmSection
+from shared.schema.messages import Batch, BatchGroup, Payload
+from shared.schema.sample import NO_LIMIT
 from tests.support.train_samples import train_sample
 
 many = settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
@@ -163,3 +165,113 @@ def test_the_lines_of_a_split_chat_weigh_as_one_demonstration():
     [packed] = demonstration_micro_batches(lines, AlgorithmSection(loss_divisor=1000), dp_rank=0, dp_size=1, max_tokens=100)
     weights = {len(tokens) - 1: fields["weights"][mask > 0].tolist() for tokens, mask, fields in unpack(packed)}
     assert weights == {3: [1 / 8] * 3, 1: [1 / 8], 2: [1 / 4] * 2}, "half of the loss each, and each token of a chat as much"
+
+
+# --- a batch dealt out from its references: every sample once, groups whole where that costs nothing
+
+few = settings(max_examples=60, deadline=None)
+
+groups_of_lengths = st.lists(st.lists(st.integers(2, 60), min_size=1, max_size=6), min_size=1, max_size=12)
+
+
+Positions = dict[int, tuple[int, ...]]
+
+
+def batch(lengths: list[list[int]], removed: Positions | None = None, stale: Positions | None = None) -> Batch:
+    groups = [
+        BatchGroup(
+            group=f"g{number:08d}",
+            payload=Payload(keys=[f"k{number}"], bytes=1, tokens=tuple(tokens)),
+            rewards=[0.0] * len(tokens),
+            removed=(removed or {}).get(number, ()),
+            stale=(stale or {}).get(number, ()),
+        )
+        for number, tokens in enumerate(lengths)
+    ]
+    return Batch(step=3, version=2, groups=groups)
+
+
+@few
+@given(lengths=groups_of_lengths, steps=st.integers(1, 4), ranks=st.integers(1, 4), square=st.booleans())
+def test_every_sample_is_dealt_once(lengths: list[list[int]], steps: int, ranks: int, square: bool) -> None:
+    dealt = partition_batch(batch(lengths), steps, ranks, 64, (lambda tokens: tokens + tokens**2 / 40) if square else float)
+    total = sum(map(len, lengths))
+    assert len(dealt.items) == total
+    assert sorted(number for rank in range(ranks) for number in dealt.samples_of(rank)) == list(range(total))
+    for placement in dealt.steps:
+        assert len({len(rank) for rank in placement}) == 1
+        assert all(sum(dealt.items[number].tokens for number in micro) <= 64 for rank in placement for micro in rank)
+    for rank in range(ranks):
+        assert {dealt.items[number].group for number in dealt.samples_of(rank)} == set(dealt.groups_of(rank))
+
+
+@few
+@given(lengths=groups_of_lengths, ranks=st.integers(1, 4), budget=st.integers(8, 64))
+def test_a_sample_longer_than_a_micro_batch_is_one_by_itself(lengths: list[list[int]], ranks: int, budget: int) -> None:
+    dealt = partition_batch(batch(lengths), 1, ranks, budget, longest=NO_LIMIT)
+    assert sorted(number for rank in range(ranks) for number in dealt.samples_of(rank)) == list(range(sum(map(len, lengths))))
+    for micro in (micro for placement in dealt.steps for rank in placement for micro in rank):
+        tokens = [dealt.items[number].tokens for number in micro]
+        assert sum(tokens) <= budget or len(tokens) == 1
+
+
+def test_a_sample_longer_than_the_longest_is_refused() -> None:
+    with pytest.raises(Untrainable, match="has 60 tokens, a micro-batch holds at most 59"):
+        partition_batch(batch([[60, 2]]), 1, 1, 30, longest=59)
+
+
+@few
+@given(trained=st.lists(st.booleans(), min_size=1, max_size=30), count=st.integers(1, 6))
+def test_parts_have_as_many_trained_samples(trained: list[bool], count: int) -> None:
+    found = parts(trained, count)
+    assert [number for part in found for number in part] == list(range(len(trained)))
+    sizes = [sum(trained[number] for number in part) for part in found]
+    assert max(sizes) - min(sizes) <= 1
+    assert len(found) == max(1, min(count, sum(trained)))
+
+
+def test_removed_and_stale_samples_do_not_count_as_trained() -> None:
+    dealt = partition_batch(batch([[4, 4, 4], [4, 4, 4]], removed={0: (0,)}, stale={0: (1,)}), 2, 1, 64)
+    assert [sorted(number for micro in placement[0] for number in micro) for placement in dealt.steps] == [[0, 1, 2, 3], [4, 5]]
+    assert dealt.removed() == {0}
+    assert dealt.name(4) == "g00000001/1"
+
+
+@pytest.mark.parametrize("optimizer_steps", [1, 3])
+def test_the_same_batch_is_dealt_the_same_way(optimizer_steps: int) -> None:
+    lengths = [[5, 9, 33], [60, 2], [17, 17, 17, 17]]
+    first, second = (partition_batch(batch(lengths), optimizer_steps, 2, 64) for _ in range(2))
+    assert first.steps == second.steps
+
+
+# --- what sequences share, against a set of all beginnings
+
+SEQUENCES = st.lists(st.lists(st.sampled_from([0, 1, 255, 256, 151_935]), min_size=1, max_size=12), min_size=1, max_size=12)
+
+
+@settings(max_examples=300, deadline=None)
+@given(SEQUENCES)
+def test_every_beginning_is_computed_exactly_once_for_each_token_that_follows(sequences):
+    starts = np.cumsum([0, *map(len, sequences)]).tolist()
+    tokens = np.concatenate([np.array(sequence, np.int64) for sequence in sequences])
+    found = shared_prefixes(tokens, starts)
+    beginnings = [(*sequence[: t + 2],) for sequence in sequences for t in range(len(sequence))]
+    last = [t + 1 == len(sequence) for sequence in sequences for t in range(len(sequence))]
+    assert len(found.computed) == len({b for b, ends in zip(beginnings, last, strict=True) if not ends}) + len(sequences)
+    assert len(found.back) == len(tokens) and (np.diff(found.computed) > 0).all()
+    for index, source in enumerate(found.computed[found.back].tolist()):
+        assert beginnings[source] == beginnings[index]
+        assert not last[index] or source == index, "the last token of a sequence predicts nothing, and is its own"
+    assert found.shared.sum() + len(found.computed) == len(tokens)
+    for shared, start, stop in zip(found.shared.tolist(), starts[:-1], starts[1:], strict=True):
+        own = np.arange(start + shared, stop)
+        assert np.array_equal(found.computed[found.back[own]], own)
+    assert found.saved == 1 - len(found.computed) / len(tokens)
+
+
+def test_a_fork_and_a_conversation_that_goes_on():
+    prompt = [7, 8, 9, 10]
+    found = shared_prefixes(np.array([*prompt, 1, 2, *prompt, 3, *prompt, 1, 2, 4, 5]), [0, 6, 11, 19])
+    # of 6, 5 and 8 tokens: one prompt but for its last token, which predicts 1 and 3; 1 2 4 5 continues from 1 2, whose 2 predicts nothing
+    assert found.shared.tolist() == [0, 3, 5]
+    assert found.back.tolist() == [0, 1, 2, 3, 4, 5, 0, 1, 2, 6, 7, 0, 1, 2, 3, 4, 8, 9, 10]

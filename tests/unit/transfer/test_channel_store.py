@@ -1,7 +1,8 @@
-"""The store beside a weight channel: what readers share, and who gets nothing."""
+"""Stores beside a weight channel."""
 
 import contextlib
 import datetime
+import importlib
 import os
 import socket
 import threading
@@ -15,8 +16,8 @@ from torch.distributed import HashStore, PrefixStore, TCPStore
 
 from shared.runtime.errors import ConfigError
 from shared.transfer import channel_store
-from shared.transfer.channel_store import RemoteStore, StoreFollower, StoreServer
-from tests.support.listening_sockets import listening_sockets
+from shared.transfer.channel_store import BoundStore, RemoteStore, StoreFollower, StoreServer, bind_stores
+from tests.support.listening_sockets import ListeningSocket, listening_sockets
 
 HOST = "127.0.0.3"
 SECRET, ANOTHER = "5a" * 32, "5b" * 32
@@ -185,3 +186,41 @@ def test_a_follower_that_does_not_listen_is_cut_off(server: StoreServer) -> None
 def test_a_stranger_follows_nothing(server: StoreServer) -> None:
     with pytest.raises(RuntimeError, match="cannot be followed"):
         StoreFollower(HOST, server.port, ANOTHER, SECONDS)
+
+
+# --- a store that listens at its own address alone
+
+LIMIT = datetime.timedelta(seconds=30)
+
+
+def opened(before: set[ListeningSocket]) -> set[str]:
+    """The addresses at which this process listens and did not ``before``."""
+    return {found.address for found in listening_sockets(os.getpid()) - before}
+
+
+def test_it_listens_at_its_host_and_no_other() -> None:
+    before = listening_sockets(os.getpid())
+    store = BoundStore("127.0.0.3", 0, is_master=True, timeout=LIMIT, wait_for_workers=False)
+    assert opened(before) == {"127.0.0.3"}
+    other = BoundStore("127.0.0.3", store.port, timeout=LIMIT, wait_for_workers=False)
+    other.set("key", "value")
+    assert store.get("key") == b"value"
+
+
+def test_an_address_of_another_machine_is_refused() -> None:
+    with pytest.raises(OSError, match="assign requested address"):
+        BoundStore("192.0.2.250", 0, is_master=True, timeout=LIMIT)
+
+
+def test_stores_that_torch_opens_by_itself_are_bound_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("torch.distributed", "torch.distributed.rendezvous"):
+        monkeypatch.setattr(importlib.import_module(name), "TCPStore", TCPStore)  # to be put back
+    rendezvous = importlib.import_module("torch.distributed.rendezvous")
+    before = listening_sockets(os.getpid())
+    theirs, *_ = next(rendezvous.rendezvous("tcp://127.0.0.1:0", 0, 1))
+    assert opened(before) == {"::"}, "torch binds its stores by itself: BoundStore is not needed any more"
+    before = listening_sockets(os.getpid())
+    bind_stores()
+    ours, *_ = next(rendezvous.rendezvous("tcp://127.0.0.1:0", 0, 1))
+    assert opened(before) == {"127.0.0.1"}
+    del theirs, ours

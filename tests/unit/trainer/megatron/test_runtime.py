@@ -11,7 +11,7 @@ from services.trainer.parallel import runtime
 from shared.runtime.errors import DeadlineExceeded
 from tests.support.tables import table
 from tests.unit.trainer.megatron import rank_steps
-from tests.unit.trainer.megatron.test_dispatchers import ALLGATHER
+from tests.unit.trainer.megatron.test_grouped_experts import ALLGATHER
 
 
 @pytest.mark.extra  # which error becomes a deadline is told below
