@@ -192,8 +192,8 @@ class Peer:
         mutable = [each if type(each) in (list, dict, set, bytearray) else None for each in (*given, *named.values())]
         try:
             self._send(("answered", value, error, mutable, printed.getvalue()))
-        except Exception as raised:
-            self._send(("answered", None, _sent_error(raised), [], printed.getvalue()))
+        except Exception as raised:  # of an error then its class
+            self._send(("answered", None, (error[0], (), {}) if error else _sent_error(raised), [], printed.getvalue()))
 
     def _done(self, name: str, given: list[Any], named: dict[str, Any]) -> Any:
         owned = given[0]

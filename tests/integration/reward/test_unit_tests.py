@@ -200,6 +200,11 @@ def biggest(values): return max(values, key=len)
 def parse(text): return json.loads(text)
 def call(): raise subprocess.CalledProcessError(3, ["ls"])
 def refuse(): raise Refused(400, Stack(1))
+def circle():
+    error = Empty()
+    error.held = [error]
+    error.held.append(error.held)
+    raise error
 """
 
 
@@ -221,6 +226,7 @@ def refuse(): raise Refused(400, Stack(1))
         "import json\ntry: parse('{')\nexcept json.JSONDecodeError as error: assert (error.pos, error.doc) == (1, '{')\nelse: assert False",
         "import subprocess as s\ntry: call()\nexcept s.CalledProcessError as error: assert error.returncode == 3\nelse: assert False",
         "try: refuse()\nexcept Refused as e: assert (e.code, str(e), e.by.pop()) == (400, 'refused: 400', 1)\nelse: assert False",
+        "try: circle()\nexcept Empty: pass\nelse: assert False",
         "try: refuse()\nexcept ValueError as e: assert e.code != 401 and 'in refuse' in e.__notes__[0]\nelse: assert False",
         "assert apply(lambda value: value * 2, [1, 2]) == [2, 4] and apply(str, [1]) == ['1']",
         pytest.param("import itertools\nassert list(itertools.islice(evens(), 3)) == [0, 2, 4]", marks=pytest.mark.extra),
@@ -274,6 +280,13 @@ async def test_what_the_code_sends_instead_of_an_answer_fails_the_tests(pool: Ve
 
 FUNCTION = {"test": "def check(f):\n    x = f(1)\n    assert x == 51 and abs(f(2) - 52) < 1e-6 and f(3) == 53", "entry_point": "f"}
 METHODS = "import unittest\nclass T(unittest.TestCase):\n def test_a(self):\n  self.assertEqual(f(1), 51)\n  assert f(2) == 52"
+FORGED = """
+import sys
+own = sys._getframe(3).f_locals['self']._answer.__func__.__globals__
+def f(x):
+    own['_sent_error'] = lambda _: ([('unittest', 'SkipTest'), ('builtins', 'Exception')], (), {'__class__': 3})
+    raise ValueError
+"""
 LOOKED_FOR = """
 import gc, os, re, sys
 def f(x): return 0
@@ -311,6 +324,7 @@ if any(re.search("assert x == [5]1|self.assertEqual.f.1., [5]1", text) for text 
         "import sys, os\nopen('unittest.py', 'w').write('raise SystemExit(0)')\nsys.path.insert(0, os.getcwd())\ndef f(x): return 0",
         "import sys\np = sys._getframe(3).f_locals['self']\ndef f(x):\n  p._encoded = lambda _: ('written', ('os', '_exit', 0))",
         pytest.param("def abs(x): return 0\ndef f(x): return 0", marks=pytest.mark.extra),
+        FORGED,
         LOOKED_FOR,
     ],
 )
