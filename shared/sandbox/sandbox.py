@@ -116,7 +116,10 @@ class Sandbox:
         self._information = -1
         self._container = ""
         start = {"bwrap": self._isolated, "none": self._bare}.get(settings.kind, self._contained)
-        self._process = start()
+        try:
+            self._process = start()
+        except OSError as error:
+            raise SandboxUnavailable(f"{error.filename or settings.kind}: {error.strerror}") from None
         assert self._process.stdin is not None and self._process.stdout is not None
         self._requests, self._answers = self._process.stdin.fileno(), self._process.stdout.fileno()
 
@@ -407,10 +410,7 @@ def _filled(data: bytes, closed: contextlib.ExitStack) -> int:
 
 def _started(command: list[str], variables: dict[str, str] | None, descriptors: tuple[int, ...]) -> "subprocess.Popen[bytes]":
     pipes: dict[str, Any] = {name: subprocess.PIPE for name in ("stdin", "stdout", "stderr")}
-    try:
-        return subprocess.Popen(command, env=variables or {}, pass_fds=descriptors, start_new_session=True, bufsize=0, **pipes)
-    except OSError as error:
-        raise SandboxUnavailable(f"{command[0]}: {error.strerror}") from None
+    return subprocess.Popen(command, env=variables or {}, pass_fds=descriptors, start_new_session=True, bufsize=0, **pipes)
 
 
 class SandboxPool:
