@@ -17,7 +17,7 @@ from tests.chaos.fast.fast_variant import FastVariant
 from tests.chaos.observer import Observer
 from tests.chaos.schedule import Schedule
 from tests.chaos.variant import Start
-from tests.e2e.test_power_cut import myxo
+from tests.e2e.test_continuing import myxo
 from tests.support.waiting import until
 
 SECONDS = 300.0

@@ -17,12 +17,10 @@ WHOLE_RUNS = (
 """Their tests start a dozen processes each, which keep more than one core busy and have deadlines: few of them fit beside each other."""
 
 ENGINES = "tests/integration/engine/test_"
-OWN_ENGINES = ("adapters", "command", "cpu_launcher", "early_start", "engine_deaths", "families", "flag_catalogue", "process")
-OWN_ENGINES += ("routed_experts",)
+OWN_ENGINES = ("adapters", "command", "families", "flag_catalogue", "process", "routed_experts")
 """Files of `ENGINES` that start engines for themselves alone, or none."""
 
-OF_WEIGHTS = ("contract", "generate", "joining", "proxy", "pushes", "router", "seeds", "teachers", "token_rate")
-OF_WEIGHTS += ("trainer_layouts", "weights")
+OF_WEIGHTS = ("generate", "joining", "proxy", "pushes", "router", "teachers", "trainer_layouts", "weights")
 """Those of one worker's engines. All others of `ENGINES` share those of another worker: an engine takes long to start."""
 
 SHARED = (f"{ENGINES}* of weights", f"{ENGINES}* of rollouts")

@@ -1,17 +1,23 @@
-"""Groups whose samples the store has lost, wherever they are by then: the real buffer has them generated anew."""
+"""What a store or a trainer lost, and what prompts show: groups generated anew, checkpoints that are gone, pictures kept while needed."""
 
+import asyncio
 import time
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from services.buffer.run_failure import DeadGroups
+from services.trainer.control_client import ControlClient
 from shared.bus.subjects import EVAL
-from shared.runtime.errors import INFRASTRUCTURE
+from shared.process.embedded_servers import EmbeddedNats, EmbeddedValkey
+from shared.runtime.errors import INFRASTRUCTURE, BadInput
 from shared.schema.ledger import PAYLOAD_LOST, BatchAmended, EvalScored, GroupDead, GroupRequeued
-from shared.schema.messages import Accepted, BatchPending, BatchRefused, Failed
-from tests.integration.buffer.conftest import Served
+from shared.schema.messages import Accepted, BatchPending, BatchRefused, Failed, Task
+from tests.integration.buffer.conftest import NewRun, Served
 from tests.integration.buffer.player import Player
 from tests.support.run_config import PROMPTS, write_jsonl
+from tests.support.tiny_vision import png, write_tiny_vision_model
 from tests.support.waiting import until
 
 
@@ -86,3 +92,83 @@ async def test_a_held_out_prompt_that_was_lost_before_it_was_scored_is_nobodys_f
     for record in await player.records():
         failures.see(record)
     assert (failures.in_a_row, failures.eval_failed) == (1, 2)
+
+
+async def test_a_trainer_is_told_once_that_its_checkpoints_are_gone_and_what_helps(
+    served: Served, nats: EmbeddedNats, valkey: EmbeddedValkey, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    player = await served()
+    await player.live(0)
+    for step in range(2):
+        await player.batch(step, working=True)
+        await player.trained(step)
+        await player.durable(step + 1)
+    for name, value in {"NATS_URL": nats.url, "MYXO_RUN": player.config.run.name, "REDIS_URL": valkey.url}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr("signal.signal", lambda *_: None)  # a link takes the signals of the process's main thread, which this is not
+    link = ControlClient()
+    await asyncio.to_thread(link.__enter__)
+    try:
+        with pytest.raises(BadInput, match=r"step 0 was asked for; the next batch is of step 2: .* are gone; .*`myxo repair RUN`"):
+            await asyncio.to_thread(link.batch, 0, 0)
+    finally:
+        await asyncio.to_thread(link.__exit__)
+
+
+@pytest.fixture(scope="module")
+def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    write_tiny_vision_model(path := tmp_path_factory.mktemp("seeing"), "qwen3_vl")
+    return path
+
+
+async def shown(player: Player, task: Task) -> list[bytes]:
+    assert task.pictures is not None
+    return await player.store.read(task.pictures)
+
+
+async def test_a_picture_of_two_groups_is_freed_with_each_and_stored_again_after_a_kill(new_run: NewRun, tmp_path: Path) -> None:
+    """The buffer is killed as soon as a picture is stored, whether its task is sent or not: its successor's tasks have the same, once."""
+    (tmp_path / "a.png").write_bytes(png(61, 40))
+    data = {"label_key": "label", "apply_chat_template": True, "multimodal_keys": {"image": "images"}}
+    player = await new_run(data=data, trainer={"trainer_backend": "torch"})
+    rows = [{"prompt": f"<image>{number}", "images": ["a.png"], "label": "2"} for number in range(4)]
+    write_jsonl(tmp_path / "prompts.jsonl", rows)
+
+    async def pictures() -> list[str]:
+        return [key for key in await player.blobs() if ":pictures:" in key]
+
+    with player.launch() as first:
+        await player.ready(first)
+        await player.live(0)
+        stored = await until(pictures, "pictures in the store")
+        first.kill()
+    with player.launch() as second:
+        await player.ready(second)
+        one, two = await player.all_tasks(2)
+        held = await until(pictures, "the pictures of all tasks")
+        assert set(stored) <= set(held) and len({key.rsplit(":", 2)[0] for key in held}) == len(held), "each attempt has one"
+        assert await shown(player, one.message) == await shown(player, two.message)
+        await player.say(await player.generate(one.message))
+        await one.ack()
+        prefixes = [player.names.payload_prefix(lease.message.group, lease.message.attempt) for lease in (one, two)]
+
+        async def freed() -> bool:
+            return not any(key.startswith(prefixes[0]) for key in await pictures())
+
+        await until(freed, "the first group's picture to be freed")
+        assert any(key.startswith(prefixes[1]) for key in await pictures())
+        [again] = await shown(player, two.message)
+        assert again == png(61, 40) or again.startswith(b"\x89PNG")
+        second.kill()  # the second group's samples come while nobody is there
+        await player.say(await player.generate(two.message))
+        await two.ack()
+    with player.launch() as third:
+        await player.ready(third)
+        await player.work_until(2)
+
+        async def all_freed() -> bool:
+            return not any(key.startswith(tuple(prefixes)) for key in await pictures())
+
+        await until(all_freed, "the pictures of ended attempts to be freed")
+        assert (await player.batch(0, working=True)).step == 0
+        third.kill()

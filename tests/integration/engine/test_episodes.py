@@ -1,7 +1,11 @@
-"""Rollouts that are episodes of an environment that steps, over real servers, a real engine and a real environment."""
+"""Rollouts that are episodes: of an environment that steps, and of the package `verifiers` in its own environment, token by token."""
 
 import asyncio
+import json
+import os
+import re
 from collections.abc import AsyncIterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -14,11 +18,11 @@ from shared.schema.messages import Failed, Interrupted, Sampling
 from shared.schema.sample import runs
 from tests.integration.engine.bench import PROMPT, Bench, NewBench
 from tests.integration.engine.conftest import Checkpoints
+from tests.integration.engine.hall import NewHall
 from tests.integration.engine.reference import log_probs
+from tests.support.service_process import ROOT
 from tests.support.tiny_model import EOS
 from tests.support.waiting import until
-
-pytestmark = pytest.mark.timeout(600)
 
 EXACT = 1e-5
 
@@ -60,6 +64,7 @@ async def bench_of(new_bench: NewBench, url: str, sections: dict[str, Any] = {},
     return await new_bench(episode=episode, reward={"rm_type": "math_verify"}, **sections)
 
 
+@pytest.mark.timeout(600)
 async def test_an_episode_to_its_end(new_bench: NewBench, game: tuple[Recording, str], checkpoint: Checkpoints) -> None:
     made, url = game
     desk = await bench_of(new_bench, url, episode_turn_tokens=200)
@@ -84,6 +89,7 @@ async def test_an_episode_to_its_end(new_bench: NewBench, game: tuple[Recording,
         assert np.abs(reference - one.log_probs).max() < EXACT
 
 
+@pytest.mark.timeout(600)
 async def test_an_episode_ends_with_its_tokens_or_turns(new_bench: NewBench, game: tuple[Recording, str]) -> None:
     made, url = game
     made.wins_after = 99
@@ -101,6 +107,7 @@ async def test_an_episode_ends_with_its_tokens_or_turns(new_bench: NewBench, gam
     assert [(len(one.prompt) + len(one.response), one.finish, one.metadata["turns"]) for one in samples] == [(most, "length", 1)] * 2
 
 
+@pytest.mark.timeout(600)
 async def test_an_environment_that_fails_costs_its_group_and_is_named(new_bench: NewBench, game: tuple[Recording, str]) -> None:
     made, url = game
     made.fails = 99
@@ -117,6 +124,7 @@ async def test_an_environment_that_fails_costs_its_group_and_is_named(new_bench:
     assert group.group == "g00000009"
 
 
+@pytest.mark.timeout(600)
 async def test_an_episode_goes_on_in_its_session_elsewhere(new_bench: NewBench, game: tuple[Recording, str]) -> None:
     """It is stopped as by a replica that leaves, between two turns, and its samples are given to the next attempt."""
     made, url = game
@@ -138,3 +146,48 @@ async def test_an_episode_goes_on_in_its_session_elsewhere(new_bench: NewBench, 
     assert sorted(turn for _, turn in made.steps) == [0, 0, 0, 1, 1, 1, 2, 2]
     assert [one.given_reward for one in samples] == [{"reward": 0.75, "form": 3.0}] * 2
     assert all([(start, end) for start, end, _ in one.turn_rewards] == runs(one.mask != 0) for one in samples), "of both attempts"
+
+
+PYTHON, TASKSET = os.environ.get("VERIFIERS_PYTHON", ""), os.environ.get("VERIFIERS_TASKSET", "")
+SERVE = ROOT / "examples" / "environments" / "verifiers" / "serve.py"
+CONFIG = os.environ.get("VERIFIERS_ENV", '{"agent": {"harness": {"id": "null"}, "runtime": {"type": "subprocess"}}}')
+ROLES = json.loads(os.environ.get("VERIFIERS_ROLES", "[]"))
+ENVIRONMENT = ["--taskset", TASKSET, "--env", CONFIG]
+
+
+@pytest.mark.extra
+@pytest.mark.timeout(900)
+@pytest.mark.skipif(not (PYTHON and TASKSET), reason="VERIFIERS_PYTHON and _TASKSET")
+async def test_an_environment_plays_as_it_is(room: NewHall, checkpoint: Checkpoints, tmp_path: Path) -> None:
+    listed = await asyncio.create_subprocess_exec(PYTHON, str(SERVE), "tasks", *ENVIRONMENT, "--count", "2", stdout=asyncio.subprocess.PIPE)
+    rows = [json.loads(line) for line in (await listed.communicate())[0].splitlines()]
+    assert len(rows) == 2
+    path = f"{Path(PYTHON).parent}:{os.environ['PATH']}"
+    served = await asyncio.create_subprocess_exec(
+        *(PYTHON, str(SERVE), "serve", *ENVIRONMENT, "--port", "0", "--tokenizer", str(checkpoint(0).path)),
+        stdout=asyncio.subprocess.PIPE,
+        env={**os.environ, "PATH": path},
+        cwd=tmp_path,
+    )
+    try:
+        assert served.stdout is not None
+        said = (await asyncio.wait_for(served.stdout.readline(), 300)).decode()
+        url = re.search(r"http://\S+/play", said)
+        assert url, said
+        rollout = {"agent_options": {"url": url[0]}, "agent_timeout": 600, "agent_roles": ROLES}
+        desk = (await room("shared.agents.http_agent:play", rollout=rollout)).desk
+        row = rows[1]
+        await desk.task(prompt=row["prompt"], metadata=row["metadata"], sampling=Sampling(temperature=1.0, max_new_tokens=12))
+        _, samples = await desk.generated()
+        assert len(samples) >= 2 and {one.rollout for one in samples} == {0, 1}
+        assert {one.role for one in samples} <= set(ROLES or [""])
+        for one in samples:
+            assert isinstance(one.given_reward, dict) and isinstance(one.given_reward["reward"], float)
+            trained = one.mask.astype(bool)
+            assert trained.any() and one.segments == [(0, len(one.response), 0)]
+            expected = log_probs(checkpoint(0).model, one.prompt, one.response)
+            np.testing.assert_allclose(one.log_probs[trained], expected[trained], atol=1e-4)
+            print(desk.rollout._tokenizer.decode(one.prompt)[-300:], "|", one.text, one.given_reward)
+    finally:
+        served.terminate()
+        await served.wait()

@@ -1,22 +1,36 @@
-"""Generating groups with a real engine: exact log-probs, aborts, continuations, deadlines, refusals."""
+"""Generating groups with a real engine: exact log-probs, aborts, continuations, deadlines, refusals, seeds of samples' own, its rate."""
 
 import asyncio
+import itertools
+import time
+from collections.abc import Awaitable, Callable, Iterator
+from dataclasses import replace
 from importlib.metadata import version
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
+from services.rollout import rollout_service
 from services.rollout.engine.engine_client import EngineClient
+from services.rollout.engine.engine_process import EngineProcess
 from services.rollout.engine.generation import GenerationRequest, Span
 from services.rollout.engine.transport import EngineError, EngineUnreachable, InvalidRequest
+from services.rollout.rollout_service import WINDOW_SECONDS
+from shared.hooks.arguments import Arguments
 from shared.runtime.errors import DeadlineExceeded
 from shared.schema.messages import Sampling
-from tests.integration.engine.conftest import Checkpoints
+from tests.contract.engine import assert_engine
+from tests.integration.engine.bench import NewBench
+from tests.integration.engine.conftest import Checkpoints, running_engine
+from tests.integration.engine.hall import NewHall
 from tests.integration.engine.load import LONG, SAMPLING, asked, generating, prompts, requests, whole
 from tests.integration.engine.reference import log_probs
+from tests.support.run_config import run_config
 from tests.support.tiny_model import PRINTABLE
 from tests.support.waiting import until
+from tests.support.weights_group import parameters
 
 EXACT = 1e-5
 
@@ -195,3 +209,137 @@ async def test_nobody_answers(tmp_path: Path) -> None:
 async def test_a_control_call_has_a_deadline(client: EngineClient) -> None:
     with pytest.raises(DeadlineExceeded, match=r"GET /metrics did not come from the engine .* within 1e-05 s"):
         await client.generated_tokens(deadline=1e-5)
+
+
+SEEDED = Sampling(temperature=1.0, top_p=0.95, max_new_tokens=24)
+PROMPTS = [np.arange(5, 5 + length, dtype=np.int32) for length in (3, 8, 11)]
+N = 4
+
+Drawn = list[list[list[int]]]
+"""The tokens of each prompt's samples."""
+
+
+def group(prompt: int) -> list[GenerationRequest]:
+    return [GenerationRequest(PROMPTS[prompt], 24, ignore_eos=True, seed=42 + index) for index in range(N)]
+
+
+async def in_company(client: EngineClient) -> Drawn:
+    """All groups at once: the tokens of each sample."""
+    drawn = await asyncio.gather(*(client.generate_group(group(prompt), SEEDED) for prompt in range(len(PROMPTS))))
+    return [[generation.tokens.tolist() for generation in generations] for generations in drawn]
+
+
+async def one_by_one(client: EngineClient) -> Drawn:
+    """Each sample alone, the last first, and each of them cut in two: the second request continues the first one's tokens."""
+    drawn: Drawn = [[[] for _ in range(N)] for _ in PROMPTS]
+    for prompt in reversed(range(len(PROMPTS))):
+        for index, request in reversed(list(enumerate(group(prompt)))):
+            [first] = await client.generate_group([replace(request, max_new_tokens=9)], SEEDED)
+            continued = np.concatenate([request.tokens, first.tokens])
+            [rest] = await client.generate_group([replace(request, rid=f"{request.rid}r", tokens=continued, max_new_tokens=15)], SEEDED)
+            drawn[prompt][index] = [*first.tokens.tolist(), *rest.tokens.tolist()]
+    return drawn
+
+
+async def drawn_by(engine: EngineProcess, draw: Callable[[EngineClient], Awaitable[Drawn]]) -> Drawn:
+    async with await EngineClient.connect(engine.receiver) as client:
+        return await draw(client)
+
+
+@pytest.mark.extra(each=True)
+def test_seeds_draw_the_same_samples_in_two_engines(checkpoint: Checkpoints, tmp_path: Path) -> None:
+    """Two engines with other seeds of their own; the first one's requests in company, the second one's alone and interrupted."""
+    found = []
+    for name, seed, draw in (("first", 1, in_company), ("second", 2, one_by_one)):
+        (tmp_path / name).mkdir()
+        flags: dict[str, Any] = {"enable-deterministic-inference": True, "random-seed": seed}
+        with running_engine(checkpoint(0).path, tmp_path / name, flags) as engine:
+            found.append(asyncio.run(drawn_by(engine, draw)))
+    assert found[0] == found[1]
+    assert all(len({tuple(tokens) for tokens in samples}) == N for samples in found[0])  # the samples of a group differ
+
+
+@pytest.fixture(scope="session")
+def seeded_engine(checkpoint: Checkpoints, tmp_path_factory: pytest.TempPathFactory) -> Iterator[EngineProcess]:
+    with running_engine(checkpoint(0).path, tmp_path_factory.mktemp("seeded"), {"enable-deterministic-inference": True}) as process:
+        yield process
+
+
+@pytest.mark.extra
+@pytest.mark.parametrize("engine_name", ["seeded_engine"])
+async def test_a_session_that_asks_again_gets_another_answer_and_an_evaluations_client_by_its_seed(hall: NewHall) -> None:
+    room, texts = await hall(), {}
+    for name, fields, seed in (("trained", {}, 5), ("again", {}, None), ("evaluated", {"evaluation": True}, 5)):
+        played = await room.session(seed=7, **fields)
+        asked: dict[str, Any] = {"model": "0", "messages": [{"role": "user", "content": "x"}], "seed": seed}
+        async with played.client(room.urls[0]) as client:
+            answers = [await client.chat.completions.create(**asked) for _ in range(3)]
+        texts[name] = [one.choices[0].message.content for one in answers]
+    assert len(set(texts["trained"])) == 3 and texts["again"] == texts["trained"], "a session's own seeds, the same in each life"
+    assert len(set(texts["evaluated"])) == 1 and texts["evaluated"][0] not in texts["trained"]
+
+
+async def test_without_the_flag_samples_have_no_seed(client: EngineClient) -> None:
+    once, again = [await in_company(client) for _ in range(2)]
+    assert once != again
+
+
+@pytest.mark.parametrize(
+    ("sglang", "first"),
+    [
+        ({}, None),
+        ({"enable-deterministic-inference": False}, None),
+        ({"enable-deterministic-inference": True}, 7),
+        ({"--enable_deterministic_inference": True}, 7),
+        ({"rl-on-policy-target": "fsdp"}, 7),
+        ({"enable-deterministic-inference": False, "rl-on-policy-target": "fsdp"}, 7),
+    ],
+)
+def test_seeds_follow_from_the_engines_flags(tmp_path: Path, sglang: dict[str, Any], first: int | None) -> None:
+    config = run_config(tmp_path, data={"rollout_seed": 7}, rollout={"sglang": sglang})
+    assert [config.sample_seed(index) for index in range(3)] == ([None] * 3 if first is None else [7, 8, 9])
+    assert Arguments(config).sglang_enable_deterministic_inference is (first is not None)
+
+
+SAMPLES, TOKENS = 4, 400
+
+
+@pytest.mark.extra
+async def test_tokens_count_as_they_are_drawn_and_the_rate_adds_up_to_them(new_bench: NewBench, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rollout_service, "RATE_SECONDS", 0.2)
+    desk = await new_bench(rollout={"rollout_max_response_len": TOKENS})
+    gauges, seen = desk.service.metrics.values, list[tuple[float, float]]()
+    set_gauge = desk.service.metrics.set
+
+    def noted(name: str, value: float, **labels: object) -> None:
+        set_gauge(name, value)
+        if name == "generated_tokens_per_s":
+            seen.append((time.monotonic(), value))
+
+    monkeypatch.setattr(desk.service.metrics, "set", noted)
+    desk.working.append(asyncio.create_task(desk.rollout.measure()))
+    await until(lambda: seen, "the engine's first count")
+    for _ in range(3):  # a group that draws its end tokens early is over before it is seen
+        await desk.task(n=SAMPLES, sampling=Sampling(temperature=1.0, max_new_tokens=TOKENS))
+        done = desk.rollout.tokens
+        await until(lambda done=done: max(gauges["generated_tokens"], desk.rollout.tokens) > done, "tokens", 240)
+        under_way = desk.rollout.tokens == done
+        await desk.client.pause("retract")  # as in a push
+        await desk.client.resume()
+        _, samples = await desk.generated()
+        if under_way:
+            break
+    else:
+        raise AssertionError("no tokens were counted before their group had ended")
+    await until(lambda: gauges["generated_tokens"] == desk.rollout.tokens, "the count of the samples that came back", 60)
+    await until(lambda: gauges["generated_tokens_per_s"] == 0, "an engine at rest", 60)
+    assert len(samples) == SAMPLES
+    total = desk.rollout.tokens
+    steps = [(now - before, rate) for (before, _), (now, rate) in itertools.pairwise(seen)]
+    coarse = max(seconds for seconds, _ in steps) / WINDOW_SECONDS  # a busy machine reads late
+    assert sum(seconds * rate for seconds, rate in steps) == pytest.approx(total, rel=0.05 + coarse), "rate times time"
+    assert max(rate for _, rate in seen) <= total / WINDOW_SECONDS, "no window holds more than all"
+
+
+async def test_the_contract_of_an_engine(client: EngineClient, checkpoint: Checkpoints):
+    await assert_engine(client, parameters(checkpoint(1).model))

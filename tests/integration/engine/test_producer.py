@@ -1,8 +1,11 @@
-"""A rollout function in slime's manner as a producer, over real servers and a real engine: tasks in, groups and outcomes out."""
+"""A rollout function in slime's manner as a producer, over real servers and a real engine, and in a run of several replicas."""
 
 import asyncio
+import json
 import re
+from collections import Counter
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -10,18 +13,22 @@ import pytest
 from prometheus_client import generate_latest
 
 from services.rollout.in_flight import Stopped
-from shared.bus.subjects import TRAIN
+from shared.bus.leader_lease import LeaderLease, LeaseTiming
+from shared.bus.subjects import PRODUCER, TRAIN
 from shared.hooks import HookFailed
 from shared.runtime.errors import ConfigError
-from shared.schema.messages import Discarded, Failed, Generated, Interrupted, Wanted
+from shared.runtime.tasks import cancelled
+from shared.schema.messages import Discarded, Evaluated, Failed, Generated, Interrupted, Wanted
 from shared.schema.sample import Sample
 from tests.integration.engine.bench import PROMPT, Bench, NewBench
 from tests.integration.engine.conftest import Checkpoints
 from tests.integration.engine.reference import log_probs
 from tests.support.rollout_functions import TOKENS
+from tests.support.run_config import write_jsonl
 from tests.support.waiting import until
 
 pytestmark = pytest.mark.timeout(600)
+
 
 EXACT = 1e-5
 
@@ -209,3 +216,118 @@ async def test_a_function_gets_nothing_where_its_replica_lags(bench: NewBench) -
     assert desk.rollout.producer.held == 0
     await desk.serve(2)
     assert set(await generated(desk, 2)) == {"g00000000", "g00000001"}
+
+
+@pytest.fixture
+def pair(new_bench: NewBench) -> Any:
+    """``pair("function")``: two replicas of a run with that function of `tests.support.rollout_functions`, the first of which runs it."""
+
+    async def make(function: str) -> tuple[Bench, Bench]:
+        path = f"tests.support.rollout_functions.{function}"
+        sections: dict[str, Any] = {
+            "rollout": {"rollout_batch_size": 2, "n_samples_per_prompt": 2, "rollout_function_path": path},
+            "bus": {"lease_duration": 2.0, "registry_ttl": 600.0},
+        }
+        first = await new_bench(**sections)
+        await until(lambda: first.rollout.spread.address, "the address of the first one's function", 120)
+        return first, await new_bench(instance="rollout-2", **sections)
+
+    return make
+
+
+async def handed_in(desk: Bench, count: int) -> Counter[str]:
+    """The next groups that are passed on to scoring, by any replica."""
+    found: Counter[str] = Counter()
+    for _ in range(count):
+        group, samples = await desk.generated()
+        assert isinstance(group, Generated) and all(one.problem() is None for one in samples)
+        found[group.group] += 1
+    return found
+
+
+@pytest.mark.extra
+async def test_one_replica_runs_it_and_all_engines_work_for_it(pair: Any) -> None:
+    first, second = await pair("rewarded")
+    await until(lambda: first.rollout.spread.engines == 2, "the other replica's door", 60)
+    await given(first, *range(4))
+    assert await handed_in(first, 4) == Counter(f"g{number:08d}" for number in range(4))
+    sent = first.rollout.spread.sent
+    assert len(sent) == 2 and sum(sent.values()) == 8 and min(sent.values()) >= 2, "eight samples, over both doors"
+    assert second.rollout.spread.address is None and second.rollout.producer.held == 0
+    await second.replica.fence("a push failed")
+    await until(lambda: first.rollout.spread.engines == 1, "a registry without the fenced one", 60)
+    before = Counter(sent)
+    await given(first, 4, 5)
+    await handed_in(first, 2)
+    assert len(sent - before) == 1, "only the one that serves"
+
+
+async def test_another_takes_over_and_no_group_is_lost_or_comes_twice(pair: Any) -> None:
+    first, second = await pair("rewarded")
+    await given(first, 0)  # of a batch of two: the first one's function waits with it
+    await until(lambda: first.rollout.producer.held == 1, "a group in its hands", 120)
+    await cancelled([first.producing])  # as when its process ends
+    await given(first, 1)
+    assert await handed_in(second, 2) == Counter({"g00000000": 1, "g00000001": 1})
+    assert first.rollout.producer.held == 0 and second.rollout.spread.address is not None
+    first.producing = asyncio.create_task(first.rollout.produce())
+    first.working.append(first.producing)
+    await given(first, 2, 3)
+    assert await handed_in(second, 2) == Counter({"g00000002": 1, "g00000003": 1})
+    assert first.rollout.producer.held == 0, "who comes back stands by"
+
+
+async def test_who_loses_the_lease_gives_back_what_it_has(pair: Any) -> None:
+    """As one that was cut off, and comes back when another is active: it hands nothing in any more."""
+    first, second = await pair("rewarded")
+    await cancelled([second.producing])
+    await given(first, 0)
+    await until(lambda: first.rollout.producer.held == 1, "a group in its hands", 120)
+    service = second.service
+    usurper = LeaderLease(service.bus, service.run, PRODUCER, "rollout-2", LeaseTiming(2.0))
+    usurper._revision = (await usurper._read())[0]
+    assert await usurper._swap()  # as if the first one's had run out
+    await until(lambda: first.rollout.producer.held == 0, "a group that went back", 120)
+    assert not first.producing.done(), "it stands by"
+    await usurper.release()
+    await given(first, 1)
+    assert await handed_in(first, 2) == Counter({"g00000000": 1, "g00000001": 1})
+
+
+FUNCTIONS = "tests.support.rollout_functions"
+
+
+@pytest.mark.extra
+async def test_filters_see_a_whole_batch_and_sets_are_evaluated(
+    new_bench: NewBench, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    heldout = write_jsonl(tmp_path / "heldout.jsonl", [{"prompt": f"{number}+1=", "label": str(number + 1)} for number in range(3)])
+    desk = await new_bench(
+        rollout={
+            "rollout_function_path": "shared.hooks.slime.rollout_loop.generate_rollout",
+            "rollout_batch_size": 2,
+            "n_samples_per_prompt": 2,
+            "rollout_max_response_len": 5,
+            "dynamic_sampling_filter_path": f"{FUNCTIONS}.keeps_even",
+            "rollout_sample_filter_path": f"{FUNCTIONS}.removes_the_first",
+            "rollout_all_samples_process_path": f"{FUNCTIONS}.sees_all",
+        },
+        eval={"sets": [{"name": "sums", "path": f"{heldout}@[1:]", "n_samples_per_eval_prompt": 2, "max_response_len": 3}]},
+        reward={"rm_type": "exact"},
+    )
+    await given(desk, 0, 1)
+    wanted = await desk.outcome()
+    assert isinstance(wanted, Wanted), "the dynamic filter drops one of the two"
+    await given(desk, 2)
+    [(_, (first, second))] = (await generated(desk, 1)).values()
+    assert (first.group, first.mask.any(), second.mask.all(), second.given_reward) == ("g00000002", False, True, 0.0)
+    assert json.loads((tmp_path / "seen").read_text()) == [[number, [0.0, 0.0]] for number in range(3)]
+    ended = {one.group: one.reason for one in [await desk.outcome(), await desk.outcome()] if isinstance(one, Discarded)}
+    assert ended == {"g00000000": "every sample of it was removed", "g00000001": "the rollout function did not hand it in"}
+    await desk.evaluation()
+    evaluated = await desk.outcome()
+    assert isinstance(evaluated, Evaluated) and evaluated.result.dataset == "sums"
+    result = evaluated.result
+    assert (result.prompts, result.samples, result.reason, result.mean_reward) == (2, 4, "", 0.0)
+    assert result.lengths["max"] <= 3 and (result.oldest, result.newest) == (0, 0) and result.truncated > 0

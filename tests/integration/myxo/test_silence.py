@@ -1,19 +1,27 @@
-"""Nothing fails in silence: what goes wrong is told while the run continues and when it ends, and what is hopeless ends it."""
+"""Nothing fails in silence: what goes wrong, is frozen or full is told while a run continues and as it ends; what is hopeless ends it."""
 
 import json
+import os
+import re
+import signal
 import subprocess
 import time
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import redis
 
+from myxo.run.run_directory import RunDirectory
 from shared.runtime import exit_codes
-from tests.integration.myxo.command import COMMAND_SECONDS, Myxo, ended, wait_for
+from tests.integration.myxo.command import COMMAND_SECONDS, Myxo, children, ended, wait_for
+from tests.support.small_disk import small_disk
+
+pytestmark = pytest.mark.timeout(4 * COMMAND_SECONDS)
+
 
 ConfigFile = Callable[..., Path]
 
-pytestmark = pytest.mark.timeout(4 * COMMAND_SECONDS)
 
 TOLD_SECONDS = 15.0
 
@@ -109,3 +117,149 @@ def test_a_service_that_dies_of_the_same_again_and_again_ends_the_run_although_i
     assert "No space left on device" in out[out.index("what went wrong") :]
     code, out, _ = myxo.run("status", root)
     assert code == 0 and "Run test failed: rollout-0 ended 3 times" in out
+
+
+FROZEN = {
+    "services.buffer": "buffer-0, whose heartbeat is missing",
+    "services.reward": "reward-0, whose heartbeat is missing",
+    "standin_rollout": "rollout-0, whose heartbeat is missing",
+    "standin_trainer": "trainer-0, whose heartbeat is missing",
+    "nats-server": "NATS, which is away: its process runs, and does not answer",
+    "valkey-server": "Redis, which is away",
+}
+"""Words of the command line → how it is waited for."""
+
+
+@pytest.mark.extra
+@pytest.mark.timeout(8 * COMMAND_SECONDS)
+def test_each_process_that_is_frozen_is_named_and_killed_and_the_run_goes_on(
+    myxo: Myxo, config_file: Callable[..., Path], tmp_path: Path
+) -> None:
+    root = tmp_path / "runs" / "test"
+    config = config_file(rollout={"num_rollout": 1_000_000}, bus={"frozen_timeout": 12.0, "registry_ttl": 5.0, "ack_wait": 5.0})
+    process = myxo.start("up", config, standins=True)
+    trained = root / "checkpoints" / "steps"
+    log = root / "logs" / "launcher.log"
+    wait_for("the first checkpoint", trained.is_file)
+    assert process.stdout is not None
+    for words, awaited in FROZEN.items():
+        [victim] = [pid for pid, line in children(process.pid).items() if words in line]
+        os.kill(victim, signal.SIGSTOP)
+        line = next((line for line in process.stdout if f"waiting for {awaited}" in line), "")
+        assert re.search(r"for \d+s \(since \d\d:\d\d:\d\d\); .*(killed and started again|asks again until it is back)", line), line
+        wait_for(f"the end of {words}", lambda gone=victim: gone not in children(process.pid))
+        before = int(trained.read_text())
+        wait_for(f"steps after {words}", lambda goal=before + 10: int(trained.read_text()) >= goal)
+        assert awaited in log.read_text(), "the log has the same words"
+    process.send_signal(signal.SIGINT)
+    code, out, err = ended(process)
+    assert code == 128 + signal.SIGINT, out + err
+    report = " ".join(out[out.index("what went wrong") :].split())
+    assert len(re.findall("it was frozen, (?:without a|stopped by a signal)", report)) >= 5, report
+    assert "waited" in report and "for NATS, which is away" in report, report
+
+
+def progress_with(process: subprocess.Popen[str], *words: str) -> str:
+    """The first line of progress that holds all the words."""
+    assert process.stdout is not None
+    for line in process.stdout:
+        if all(word in line for word in words):
+            return line
+    raise AssertionError(f"{words!r} was never told; {process.communicate()}")
+
+
+@pytest.mark.extra
+def test_a_full_store_holds_the_run_back_and_it_goes_on_when_there_is_room(myxo: Myxo, config_file: ConfigFile, tmp_path: Path) -> None:
+    root = tmp_path / "runs" / "test"
+    root.mkdir(parents=True)
+    (root / "pause").write_text("5")
+    config = config_file(rollout={"num_rollout": 12}, store={"max_bytes": 12 << 20})
+    process = myxo.start("up", config, standins=True)
+    wait_for("the first checkpoint", begun(root))
+    servers = RunDirectory(root).servers()
+    assert servers is not None
+    client = redis.Redis.from_url(servers.redis_url)
+    junk = 0
+    with pytest.raises(redis.exceptions.OutOfMemoryError):
+        while True:
+            client.set(f"junk:{junk}", bytes(64 << 10))
+            junk += 1
+    progress_with(process, "buffer-0 holds back: the store is", "no new group is admitted")
+    (root / "pause").unlink()
+    code, out, _ = myxo.run("status", root)
+    assert code == 0 and "holds back" in out
+    for number in range(junk):
+        client.unlink(f"junk:{number}")
+    code, out, err = ended(process)
+    assert (code, err) == (0, ""), f"{out}\n{err}"
+    assert "step 12/12" in out
+    code, out, _ = myxo.run("audit", root)
+    assert code == 0, out
+
+
+@pytest.mark.extra
+def test_a_disk_that_is_full_before_services_start_is_waited_for(myxo: Myxo, config_file: ConfigFile, tmp_path: Path) -> None:
+    """One that is full before that is refused."""
+    root = tmp_path / "runs" / "test"
+    with small_disk(root, "256m") as disk:
+        (root / "pause").write_text("0")
+        process = myxo.start("up", config_file(store={"max_bytes": 64 << 20}), standins=True)
+        wait_for("the launch", (root / "logs" / "launcher.log").exists)
+        disk.fill()
+        progress_with(process, "for room", "No space left on device")
+        (root / "pause").unlink()
+        disk.clear()
+        code, out, err = ended(process)
+    assert code == 0, f"{out}\n{err}"
+
+
+@pytest.mark.parametrize("appendfsync", ["everysec", pytest.param("always", marks=pytest.mark.extra)])
+def test_a_full_disk_is_told_and_the_run_goes_on_when_there_is_room(
+    myxo: Myxo, config_file: ConfigFile, tmp_path: Path, appendfsync: str
+) -> None:
+    root = tmp_path / "runs" / "test"
+    with small_disk(root, "256m") as disk:
+        (root / "pause").write_text("5")
+        config = config_file(rollout={"num_rollout": 12}, bus={"ack_wait": 5.0}, store={"max_bytes": 64 << 20, "appendfsync": appendfsync})
+        process = myxo.start("up", config, standins=True)
+        wait_for("the first checkpoint", begun(root))
+        disk.fill()
+        (root / "pause").unlink(missing_ok=True)
+        progress_with(process, "waiting for room on the disk (No space left on device", str(root), "once there is room")
+        assert process.poll() is None
+        disk.clear()
+        code, out, err = ended(process)
+        assert code == 0, f"{out}\n{err}"
+        assert "step 12/12" in out
+        report = " ".join(out[out.index("Run test") :].split())
+        assert "for room on the disk (No space left on device" in report and "nats-server 1, last after no space was left" in report
+        summary = json.loads((root / "summary.json").read_text())
+        assert summary["groups"]["dead"] == {} and summary["audit"] == "ok", "no group dies of a full disk"
+        assert "waiting_for" in (root / "logs" / "launcher.log").read_text()
+        code, out, _ = myxo.run("audit", root)
+        assert code == 0, out
+
+
+@pytest.mark.extra
+def test_a_run_whose_disk_stays_full_goes_on_on_another_one(myxo: Myxo, config_file: ConfigFile, tmp_path: Path) -> None:
+    root, elsewhere = tmp_path / "runs" / "test", tmp_path / "elsewhere"
+    with small_disk(root.parent, "256m") as disk:
+        root.mkdir()
+        (root / "pause").write_text("5")
+        config = config_file(rollout={"num_rollout": 8}, bus={"ack_wait": 5.0}, store={"max_bytes": 64 << 20})
+        process = myxo.start("up", config, standins=True)
+        wait_for("the first checkpoint", begun(root))
+        disk.fill()
+        progress_with(process, "No space left on device")
+        process.send_signal(signal.SIGINT)
+        assert ended(process)[0] == 128 + signal.SIGINT
+        (root / "pause").unlink()
+        code, _, err = myxo.run("move", root, root.parent)
+        assert code == 2 and "a directory outside of" in err
+        code, out, err = myxo.run("move", root, elsewhere)
+        assert (code, err) == (0, "") and f"--dir {elsewhere}" in out
+        assert not root.exists()
+        code, out, err = myxo.run("up", config, "--dir", elsewhere, standins=True)
+        assert code == 0, f"{out}\n{err}"
+        assert "step 8/8" in out
+        assert myxo.run("audit", elsewhere / "test")[0] == 0

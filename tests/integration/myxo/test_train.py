@@ -1,13 +1,18 @@
-"""`myxo train --print-config`: what it prints and tells, with a model and prompts that are there."""
+"""Commands that print and write: `myxo train --print-config`, ``myxo init``, whose config can be run, and ``myxo completion``."""
 
 import json
 import shutil
+import subprocess
 import tomllib
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 
 from myxo.main import main
+from shared.config import config_reading
+from shared.config.eval_views import eval_views
+from tests.integration.myxo.command import Myxo
 from tests.support.run_config import write_jsonl
 
 
@@ -96,3 +101,71 @@ def test_everything_wrong_is_told_at_once(words: list[str], tmp_path: Path, caps
         "engines.yaml': no such file",
     ):
         assert line in told
+
+
+@pytest.fixture
+def rows(tmp_path: Path) -> Path:
+    path = tmp_path / "rows.jsonl"
+    path.write_text("".join(json.dumps({"question": f"{n}+1=", "answer": n + 1}) + "\n" for n in range(300)))
+    return path
+
+
+def test_a_config_for_a_model_and_a_file(tmp_path: Path, tiny_model: Path, rows: Path, myxo: Myxo) -> None:
+    path = tmp_path / "first.toml"
+    words = ["init", tiny_model, rows, "-o", path, "--name", "first"]
+    code, out, err = myxo.run(*words)
+    assert code == 0, err
+    assert f"myxo up {path}" in out
+    config = config_reading.load(path)
+    [trained], [held] = config.data.prompt_data or [], eval_views(config)[0].files
+    assert (config.data.input_key, config.data.label_key, config.reward.rm_type) == ("question", "answer", "math_verify")
+    assert (trained.path, len(trained.rows(300)), held.path, len(held.rows(300))) == (rows, 270, rows, 30)
+    assert not set(trained.rows(300)) & set(held.rows(300))
+    written = path.read_text()
+    code, _, err = myxo.run(*words, "--rm-type", "exact")
+    assert (code, path.read_text()) == (2, written)
+    assert "--force" in err
+    assert myxo.run(*words, "--rm-type", "exact", "--force")[0] == 0
+    assert config_reading.load(path).reward.rm_type == "exact"
+
+
+@pytest.mark.parametrize(("words", "field"), [(["/nowhere", None], "MODEL"), ([None, "/nowhere.jsonl"], "DATA")])
+def test_what_is_not_there(tmp_path: Path, tiny_model: Path, rows: Path, myxo: Myxo, words: list[str | None], field: str) -> None:
+    path = tmp_path / "first.toml"
+    code, _, err = myxo.run("init", words[0] or tiny_model, words[1] or rows, "-o", path)
+    assert (code, path.exists()) == (2, False)
+    assert field in err
+
+
+@pytest.fixture
+def script(tmp_path: Path, myxo: Myxo) -> Path:
+    code, out, _ = myxo.run("completion", "bash")
+    assert code == 0
+    path = tmp_path / "myxo.bash"
+    path.write_text(out)
+    return path
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [(["sta"], "status"), (["up", "--max-stal"], "--max-staleness"), (["audit", "--js"], "--json"), (["completion", "fi"], "fish")],
+)
+def test_bash_completes(script: Path, words: Sequence[str], expected: str) -> None:
+    typed = f"COMP_WORDS=(myxo {' '.join(words)}); COMP_CWORD={len(words)}"
+    asked = f'source {script}; {typed}; "$(complete -p myxo | sed "s/.* -F //; s/ .*//")" myxo; echo "${{COMPREPLY[@]}}"'
+    done = subprocess.run([shutil.which("bash") or "bash", "-c", asked], capture_output=True, text=True, timeout=60)
+    assert expected in done.stdout.split(), done.stderr
+
+
+@pytest.mark.parametrize("shell", ["zsh", "fish", "tcsh"])
+def test_other_shells_get_a_script(myxo: Myxo, shell: str) -> None:
+    code, out, _ = myxo.run("completion", shell)
+    assert code == 0
+    assert "myxo" in out
+    assert "status" in out
+
+
+def test_a_shell_that_is_not_known(myxo: Myxo) -> None:
+    code, out, err = myxo.run("completion", "cmd")
+    assert (code, out) == (2, "")
+    assert "cmd" in err

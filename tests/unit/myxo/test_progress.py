@@ -1,13 +1,37 @@
-"""How a run is shown: pace, plain lines, the panel."""
+"""How a run is shown: pace, plain lines, the panel; what goes wrong while it continues, and which waits its log tells of."""
 
 import io
+import re
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
 
 import pytest
 from rich.console import Console
+from structlog.testing import capture_logs
 
-from myxo.display.progress_display import Display, Pace, panel
-from shared.runtime.safe_text import duration
-from shared.view.run_view import EvaluationLine, InstanceLine, RunView
+from myxo.display.progress_display import Display, Pace, panel, what_happened
+from myxo.launch import launcher
+from shared.config.run_config import RunConfig
+from shared.runtime.safe_text import LINE_LIMIT, duration, shortened_line
+from shared.schema.service_messages import ServiceStatus
+from shared.view import run_view as service_failures
+from shared.view.alarms import Alarm, AlarmKind
+from shared.view.live_services import InstanceStatus
+from shared.view.run_view import (
+    LATELY_SECONDS,
+    WAITED,
+    WENT_ON,
+    EvaluationLine,
+    InstanceLine,
+    RunView,
+    ServiceError,
+    ServiceFailures,
+    Troubles,
+    troubles,
+)
+from shared.view.stall import NATS, Away, RunSituation
+from tests.support.run_config import SERVED, run_config
 from tests.support.tables import table
 
 VIEW = RunView(
@@ -142,3 +166,133 @@ def test_a_terminal_gets_the_live_panel_and_a_file_plain_lines() -> None:
     assert "\x1b[1A" in out.getvalue(), "the second panel is drawn over the first"
     (line,) = lines((VIEW, 1.0), (VIEW, 2.0))
     assert "\x1b" not in line
+
+
+NOW = 1_700_000_000.0
+
+STATUS = InstanceStatus("rollout", "rollout-0", 1, 3, True, 10.0, NOW, None, 1, "exit code 1: OSError: no space")
+
+
+def service(instance: str, **fields: object) -> ServiceStatus:
+    values = {"service": instance.split("-")[0], "instance": instance, "host": "h", "pid": 1, "http": "", "state": "ready", "at": NOW}
+    return ServiceStatus.model_validate({**values, **fields})
+
+
+DEAD = {"dead": 176.0, "dead_per_minute": 88.2, "eval_failed": 2.0}
+BUFFER = service(
+    "buffer-0", gauges={"dead": 176.0, "dead_per_minute": 88.2, "eval_failed": 2.0}, detail="rollout-0: the hook\nraised \x1b[2J"
+)
+
+
+def found(
+    services: Sequence[ServiceStatus], instances: Sequence[InstanceStatus] = (), before: Troubles | None = None, disk: str = ""
+) -> Troubles:
+    return troubles(services, instances, [], before or Troubles(), disk)
+
+
+def test_dead_groups_are_told_with_count_rate_and_reason() -> None:
+    (line,) = found([BUFFER]).lines()
+    assert line == "dead 176 groups and 2 held-out prompts (88/min): rollout-0: the hook raised \\x1b[2J"
+
+
+def test_a_buffer_that_is_away_or_stands_by_hides_nothing() -> None:
+    before = found([BUFFER])
+    assert found([], [], before) == before
+    assert found([service("buffer-1", state="standby", gauges={"dead": 0.0}), BUFFER], []) == before
+
+
+def test_who_was_restarted_lately_is_told_with_its_error() -> None:
+    assert found([], [STATUS]).lines() == ["rollout-0 restarts 3: exit code 1: OSError: no space"]
+    assert found([], [replace(STATUS, lived=LATELY_SECONDS + 1)]).lines() == []
+    assert found([], [replace(STATUS, lived=1e6, due_in=1.0)]).lines() != []
+
+
+def test_an_error_that_a_living_service_has_logged_is_told_for_a_while() -> None:
+    logged = service("reward-0", last_error="worker: died", last_error_at=NOW - 10)
+    assert found([logged], []).lines() == ["reward-0: worker: died"]
+    assert found([logged.model_copy(update={"last_error_at": NOW - 1e4})], []).lines() == []
+
+
+def test_servers_and_a_full_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    servers = [ServiceError("nats-server", 0, ""), ServiceError("valkey-server", 2, "AOF: No space left")]
+    assert troubles([], [], servers, Troubles(), "full").lines() == ["valkey-server restarts 2: AOF: No space left", "full"]
+    assert service_failures.full_disk(tmp_path) == ""
+    monkeypatch.setattr(service_failures, "FULL_BYTES", 1 << 80)
+    assert service_failures.full_disk(tmp_path).startswith("No space left on device: ")
+
+
+def test_a_reason_is_short() -> None:
+    assert len(shortened_line("x" * 1000)) == LINE_LIMIT
+
+
+def test_panel_and_plain_lines_show_alarms_with_what_to_do() -> None:
+    view, out = RunView(run="tiny", steps=3, of=10, bound=1), io.StringIO()
+    alarm = Alarm(AlarmKind.SAME_REWARD, "every reward of 3 steps is 0", "Nothing is learned.", "Compare.", "myxo samples tiny --step 2")
+    Console(file=out, width=100).print(panel(view, alarms=[alarm]))
+    assert re.findall(r"▲ .*?0|Compare|myxo samples tiny --step 2", out.getvalue()) == [alarm.lines()[0], "Compare", alarm.shown_by]
+    plain = io.StringIO()
+    display = Display(Console(file=plain), 0.0)
+    for second in range(3):
+        display.show(view, float(second), [alarm] if second < 2 else [])
+    assert plain.getvalue().count(alarm.shown_by) == 1, "an alarm that still stands is not news"
+
+
+def test_panel_and_plain_line_show_them() -> None:
+    seen = Troubles(dead=5, dead_reason="why", errors=(ServiceError("x-0", 2, "because"),))
+    view = RunView(run="tiny", steps=3, of=10, bound=1, troubles=seen)
+    assert what_happened(view).endswith("dead 5 groups (0/min): why  x-0 restarts 2: because")
+    out = io.StringIO()
+    Console(file=out, width=100).print(panel(view))
+    assert "dead 5 groups (0/min): why" in out.getvalue() and "x-0 restarts 2: because" in out.getvalue()
+
+
+BEGAN = 1_000_000.0
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> RunConfig:
+    return run_config(tmp_path)
+
+
+def statuses(steps: float, *, starting: bool) -> Sequence[ServiceStatus]:
+    common = {"host": "h", "pid": 1, "http": "", "at": BEGAN}
+    return [
+        ServiceStatus(service="buffer", instance="buffer-0", state="ready", gauges={"trained_steps": steps, "live_version": 1}, **common),
+        ServiceStatus(service="trainer", instance="trainer-0", state="starting" if starting else "ready", **common),
+        *(ServiceStatus(service=kind, instance=f"{kind}-0", state="ready", version=1, **common) for kind in ("rollout", "reward")),
+    ]
+
+
+def test_of_waits_that_follow_each_other_without_a_step_one_is_told(config: RunConfig) -> None:
+    report = launcher.WaitReport()
+    with capture_logs() as logs:
+        for second in range(40):
+            report.see(RunSituation.of(config, statuses(3, starting=second % 2 == 0)), BEGAN + second)
+        told = [entry for entry in logs if entry["event"] == "run_waits"]
+        assert len(told) == 1 and "no new step for 15s" in told[0]["waiting_for"], told
+        for second in range(40, 80):
+            report.see(RunSituation.of(config, statuses(4 + second, starting=second % 2 == 0)), BEGAN + second)
+        assert [entry for entry in logs if entry["event"] == "run_waits"] == told, "a run that makes steps is told of no more"
+
+
+def test_a_run_of_myxo_serve_tells_of_no_wait_for_its_clients(tmp_path: Path) -> None:
+    config, report = run_config(tmp_path, **SERVED), launcher.WaitReport()
+    common = {"host": "h", "pid": 1, "http": "", "at": BEGAN, "state": "ready"}
+    services = [ServiceStatus(service=kind, instance=f"{kind}-0", **common) for kind in ("rollout", "trainer", "gateway")]
+    with capture_logs() as logs:
+        for second in range(0, 9000, 100):
+            report.see(RunSituation.of(config, services), BEGAN + second)
+    assert (logs, report.events) == ([], []) and report.status().doing[0].what == "commands of clients"
+
+
+@pytest.mark.parametrize(("away", "seconds", "what"), [(True, 2, WENT_ON), (False, 20, WAITED)])
+def test_only_waits_that_no_healthy_run_has_count_as_wrong(config: RunConfig, away: bool, seconds: int, what: str) -> None:
+    report, services = launcher.WaitReport(), statuses(3, starting=not away)
+    servers = {NATS: Away(BEGAN, "no answer")} if away else {}
+    for second in range(seconds + 1):
+        report.see(RunSituation.of(config, services, away=servers), BEGAN + second)
+    report.see(RunSituation.of(config, statuses(4, starting=False)), BEGAN + seconds)
+    [event] = report.events
+    found = ServiceFailures()
+    found.take(event)
+    assert (event.what, len(found.waits)) == (what, what == WENT_ON)

@@ -1,28 +1,35 @@
-"""Which weight versions of a run lie on disk, and the config of the run that evaluates one."""
+"""Which weight versions of a run lie on disk, the config of one that evaluates them or begins with them, and what a torn run needs."""
 
 import json
 import tomllib
+from argparse import Namespace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from rich.console import Console
 
+from myxo.commands import export_run
 from myxo.commands.evaluate import _figures, chosen_version, evaluating, versions_on_disk
 from myxo.commands.export_run import config_of
+from myxo.commands.repair import LedgerCut, LedgerExtent, RepairPlan, extent, repair_plan
 from myxo.main import main
+from myxo.preflight import Source
 from myxo.preflight.inspection import Inspection
 from myxo.preflight.machine_checks import check_directories
 from myxo.run import config_toml
-from myxo.run.run_directory import RunDirectory
+from myxo.run.run_directory import CHECKPOINTS, MARKER, RunDirectory
 from shared.config import flags
 from shared.config.config_reading import parse
 from shared.config.run_config import RunConfig
 from shared.model.quantization import ENTRY, FORMATS
-from shared.runtime.errors import ConfigError
+from shared.runtime.errors import ConfigError, MyxoError
 from shared.runtime.exit_codes import BAD_INPUT
+from shared.schema.ledger import BatchTrained, CheckpointDurable, LedgerRecord, LedgerRepaired, VersionLive
 from shared.transfer.weight_checkpoint import WeightCheckpoints
 from tests.support.run_config import run_config
+from tests.support.tables import table
 
 
 def stored(directory: Path, *steps: int, sft: bool = False, **weights: Any) -> RunConfig:
@@ -153,3 +160,124 @@ def test_a_version_is_evaluated_by_a_run_of_its_own_without_a_trainer(tmp_path: 
     (tmp_path / "v4").mkdir()
     (tmp_path / "v4" / "config.json").write_text(json.dumps({ENTRY: FORMATS["fp8"].entry(())}))
     assert evaluating(config, 4, tmp_path / "v4").rollout.rollout_precision == "checkpoint", "a snapshot is quantized already"
+
+
+def test_a_conversion_that_hangs_is_ended_and_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(export_run, "CONVERT_SECONDS", 0.0)
+    with pytest.raises(MyxoError, match="the checkpoint of step 3 in .* was not converted within 0 s"):
+        export_run.converted(run_config(tmp_path), tmp_path, 3, tmp_path / "made")
+
+
+def test_an_export_where_the_trainer_is_not_says_what_makes_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It goes to what the trainer may write; nothing is begun here."""
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    config = run_config(tmp_path, trainer={"save": str(tmp_path / "trained")})
+    (config.trained / CHECKPOINTS["actor"] / "step_00000003").mkdir(parents=True)
+    (config.trained / CHECKPOINTS["actor"] / "step_00000003" / MARKER).touch()
+    monkeypatch.setattr(export_run, "config_of", lambda *given: config)
+    with pytest.raises(MyxoError, match=r"--no-deps trainer python -m \S+.convert_command \S+ \S+/trained/\S+/step_3 --step 3"):
+        export_run.export(Namespace(run="a", dir=tmp_path, step=None, target=None), Console(quiet=True))
+    assert not (config.trained / "export").exists()
+
+
+def test_weights_of_another_try_are_not_taken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A dry run's export stayed, whatever run and step the start itself named."""
+    config = tmp_path / "run.toml"
+    sections = 'model]\nhf_checkpoint = "m"\n[data]\nprompt_data = "p"\n[rollout]\nnum_rollout = 1\nrollout_batch_size = 1\n'
+    config.write_text(f'[run]\nname = "a"\ndir = "."\n[{sections}n_samples_per_prompt = 2\n')
+    for step in (1, 2):
+        path = tmp_path / "a" / CHECKPOINTS["actor"] / f"step_{step:08d}" / MARKER
+        path.parent.mkdir(parents=True)
+        path.touch()
+
+    def write(_: object, root: Path, step: int, target: Path) -> Path:  # the conversion itself has its tests
+        target.mkdir(parents=True)
+        (target / "step").write_text(str(step))
+        return target
+
+    monkeypatch.setattr(export_run, "converted", write)
+    monkeypatch.chdir(tmp_path)
+
+    def begun(name: str, **how: bool) -> str:
+        made = export_run.begun_from(Source.of(config, ["--name", "b"]), name, Console(quiet=True), **{"fresh": False, **how})
+        return Path(made[1].overrides["model"]["hf_checkpoint"], "step").read_text()
+
+    assert [begun(name) for name in (f"{config}@1", f"{config}@2", str(config))] == ["1", "2", "2"]
+    (tmp_path / "b" / "logs").mkdir()
+    assert begun(str(config)) == "2"
+    with pytest.raises(ConfigError, match="with whose weights run b began"):
+        begun(f"{config}@1")
+    with pytest.raises(ConfigError, match="what it began with would be replaced"):
+        begun(f"{config}@1", fresh=True, tried=True)
+    assert begun(str(config)) == "2" and begun(f"{config}@1", fresh=True) == "1"
+
+    (tmp_path / "b").rename(tmp_path / "before")  # as `myxo move` leaves them
+    frozen = run_config(tmp_path, run={"name": "b", "dir": str(tmp_path)}, model={"hf_checkpoint": str(tmp_path / "before" / "beginning")})
+    (tmp_path / "b" / "logs").mkdir(parents=True)
+    RunDirectory(tmp_path / "b").freeze(frozen)
+    assert begun(f"{config}@1") == "1"
+    (tmp_path / "before" / "beginning" / export_run.FROM).unlink()
+    with pytest.raises(ConfigError, match="name of a run that has not begun"):
+        begun(f"{config}@1")
+
+
+def ledger(*steps: int) -> list[LedgerRecord]:
+    """These steps were trained, as records; a negative number: a checkpoint of so many steps is durable."""
+    return [
+        BatchTrained(step=step, version=step, started=0.0, ended=1.0, at=1.0) if step >= 0 else CheckpointDurable(steps=-step, at=1.0)
+        for step in steps
+    ]
+
+
+def numbered(records: list[LedgerRecord], *lacking: int) -> list[tuple[int, LedgerRecord]]:
+    return [(sequence, record) for sequence, record in enumerate(records, 1) if sequence not in lacking]
+
+
+def test_a_whole_ledger_is_good_to_its_end() -> None:
+    found = extent(numbered(ledger(0, 1, 2, -2, 3)), 5)
+    assert found == LedgerExtent(trained=4, durable=2)
+    assert extent([], 0) == LedgerExtent()
+
+
+@table(("lacking", "after", "trained"), [((3,), 2, 2), ((1,), 0, 0), ((2, 3), 1, 1), ((5,), 4, 3), ((3, 5), 2, 2), ((1, 2, 3, 4, 5), 0, 0)])
+def test_a_ledger_is_cut_before_its_first_gap(lacking: tuple[int, ...], after: int, trained: int) -> None:
+    found = extent(numbered(ledger(0, 1, 2, -2, 3), *lacking), 5)
+    assert found.cut is not None and (found.cut.after, found.cut.last, found.trained) == (after, 5, trained)
+    assert f"records {after + 1} to" in found.cut.why
+
+
+def test_what_a_repair_has_cut_is_no_gap() -> None:
+    repaired = LedgerRepaired(resume=2, cut_after=2, cut_last=5, at=1.0)
+    records = [*enumerate(ledger(0, 1), 1), (6, repaired), *enumerate(ledger(2, 3), 7)]
+    assert extent(records, 8) == LedgerExtent(trained=4)
+    late = extent([*records, (10, VersionLive(version=1, at=1.0))], 10)
+    assert late.cut is not None and late.cut.after == 8
+
+
+@table(
+    ("trained", "durable", "held", "resume", "aside"),
+    [
+        (5, 4, [2, 4], 4, ()),
+        (4, 4, [2, 4], 4, ()),
+        (3, 2, [2, 4], 2, (4,)),
+        (3, 0, [4], 0, (4,)),
+        (3, 0, [], 0, ()),
+        (7, 2, [2, 4, 8, 10], 4, (8, 10)),
+    ],
+)
+def test_a_run_goes_back_to_the_newest_checkpoint_that_the_ledger_knows(
+    trained: int, durable: int, held: list[int], resume: int, aside: tuple[int, ...]
+) -> None:
+    plan = repair_plan(LedgerExtent(trained, durable), held)
+    assert plan == RepairPlan(resume, None, aside) and plan.needed == bool(aside)
+
+
+@pytest.mark.parametrize(("trained", "durable", "held"), [(3, 2, [4]), (5, 4, [2]), (5, 4, [])])
+def test_where_no_checkpoint_fits_nothing_is_touched(trained: int, durable: int, held: list[int]) -> None:
+    plan = repair_plan(LedgerExtent(trained, durable), held)
+    assert plan.problem and not plan.set_aside and f"from {durable} to {trained} steps" in plan.problem
+
+
+def test_a_cut_alone_is_worth_a_repair() -> None:
+    plan = repair_plan(LedgerExtent(4, 2, LedgerCut(9, 12, "records 10 to 11 are gone")), [2])
+    assert plan.needed and plan.resume == 2 and not plan.set_aside

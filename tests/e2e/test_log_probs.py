@@ -1,6 +1,7 @@
-"""A whole run of a model with experts that trains through those that its engine chose."""
+"""Whole runs whose trainer computes what their engine sampled: over 8-bit or 4-bit weights, from a nucleus, by the engine's experts."""
 
 import json
+from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -8,14 +9,59 @@ from typing import Any
 import pytest
 import torch
 from safetensors import safe_open
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from tests.e2e.conftest import write_small_run
 from tests.e2e.launched import LaunchedRun
+from tests.e2e.test_deaths import trained
+from tests.support.converting import to_8_bits
 from tests.support.replayed_experts import log_probs_through
 from tests.support.tiny_model import PRINTABLE, character_tokenizer
 from tests.unit.trainer.megatron.tiny import VOCAB, make_checkpoint
 
+SECONDS = 600
+
+
+@pytest.mark.extra(each=True)
+@pytest.mark.timeout(3 * SECONDS)
+@pytest.mark.parametrize("aware", [False, True])
+def test_a_run_with_engines_of_fewer_bits(aware: bool, small_run: Callable[..., Path], tmp_path: Path, tiny_model: Path) -> None:
+    """From a checkpoint of 8-bit floats; or from a plain one in 4-bit integers, which the trainer computes with as well."""
+    config, root = small_run("eight", steps=40, staleness=1), tmp_path / "runs" / "eight"
+    other = [] if aware else ["--hf-checkpoint", str(to_8_bits(tiny_model, tmp_path / "model-fp8", 16))]
+    flags = ["--save-interval", "2", *(["--rollout-precision", "int4", "--quantization-aware"] if aware else other)]
+    with LaunchedRun(config, root, "eight", flags) as run:
+        run.until("4 steps", lambda cards: trained(cards) >= 4, SECONDS)
+        run.kill(run.process.pid)
+        run.process.wait(60)
+    with LaunchedRun(config, root, "eight", flags) as run:
+        assert run.wait(SECONDS) == 0, run.said()
+    summary = run.summary()
+    assert (summary["audit"], summary["steps"]) == ("ok", 40)
+    apart = summary["mean_abs_logprob_diff"]
+    assert isinstance(apart, float) and (apart < 1e-4 if aware else 1e-5 < apart < 0.5)  # rounding; 1e-6 without
+
+
 RUN_SECONDS = 900
+FUNCTION = ("--custom-generate-function-path", "slime.rollout.sglang_rollout:generate", "--support-replay", "on")
+AGENT = ("--agent", "examples.agents.openai_calculator:run")
+
+
+@pytest.mark.extra(each=True)
+@pytest.mark.timeout(RUN_SECONDS + 300)
+@pytest.mark.parametrize("flags", [(), FUNCTION, AGENT], ids=["engine", "function", "agent"])
+def test_a_run_trains_over_the_tokens_that_were_kept(small_run: Callable[..., Path], tmp_path: Path, flags: tuple[str, ...]) -> None:
+    root = tmp_path / "runs" / "kept"
+    config = small_run("kept", steps=2, staleness=1)
+    with LaunchedRun(config, root, "kept", ["--rollout-top-p", "0.8", "--rollout-max-response-len", "12", *flags]) as run:
+        assert run.wait(RUN_SECONDS) == 0, run.said()
+        summary = run.summary()
+    assert (summary["audit"], summary["steps"]) == ("ok", 2)
+    assert summary["mean_abs_logprob_diff"] < 1e-3  # type: ignore[operator]
+    events = EventAccumulator(str(root / "tensorboard"))
+    events.Reload()
+    assert all(scalar.value > 1 for scalar in events.Scalars("rollout/kept_tokens"))
+    assert "train/support_mismatch" not in events.Tags()["scalars"]
 
 
 @pytest.fixture
@@ -37,7 +83,7 @@ def dumped(root: Path, step: int) -> tuple[dict[str, torch.Tensor], dict[str, An
         return {name: file.get_tensor(name) for name in names}, json.loads(file.metadata()["myxo"])
 
 
-@pytest.mark.extra
+@pytest.mark.extra(each=True)
 @pytest.mark.timeout(RUN_SECONDS + 300)
 def test_the_experts_of_the_engine_are_trained(moe_run: Path, tmp_path: Path) -> None:
     """The engine computes in bfloat16 and chooses otherwise than the trainer would for some tokens. The trainer's log-probs are those of
@@ -73,7 +119,7 @@ def test_the_experts_of_the_engine_are_trained(moe_run: Path, tmp_path: Path) ->
     assert otherwise and own_gap > 1e-2, "no expert was another than the trainer's own: nothing was shown"
 
 
-@pytest.mark.extra
+@pytest.mark.extra(each=True)
 @pytest.mark.timeout(RUN_SECONDS + 300)
 def test_the_choice_of_the_pass_before_is_trained(moe_run: Path, tmp_path: Path) -> None:
     """Two optimizer steps a batch: the second replays what the pass before the first has chosen. Losses of balance are measured too."""
