@@ -36,13 +36,13 @@ def root(tmp_path: Path) -> Path:
     return path
 
 
-def line_with(process: subprocess.Popen[str], words: str) -> str:
-    """The first line that holds the words and that was printed while the run continued, not in the report at its end."""
+def line_with(process: subprocess.Popen[str], *words: str) -> str:
+    """The first line that holds all the words and that was printed while the run continued, not in the report at its end."""
     assert process.stdout is not None
     for line in process.stdout:
         if "what went wrong" in line:
             break
-        if words in line:
+        if all(word in line for word in words):
             return line
     raise AssertionError(f"{words!r} was never told; {process.communicate()}")
 
@@ -159,15 +159,6 @@ def test_each_process_that_is_frozen_is_named_and_killed_and_the_run_goes_on(
     assert "waited" in report and "for NATS, which is away" in report, report
 
 
-def progress_with(process: subprocess.Popen[str], *words: str) -> str:
-    """The first line of progress that holds all the words."""
-    assert process.stdout is not None
-    for line in process.stdout:
-        if all(word in line for word in words):
-            return line
-    raise AssertionError(f"{words!r} was never told; {process.communicate()}")
-
-
 @pytest.mark.extra
 def test_a_full_store_holds_the_run_back_and_it_goes_on_when_there_is_room(myxo: Myxo, config_file: ConfigFile, tmp_path: Path) -> None:
     root = tmp_path / "runs" / "test"
@@ -184,7 +175,7 @@ def test_a_full_store_holds_the_run_back_and_it_goes_on_when_there_is_room(myxo:
         while True:
             client.set(f"junk:{junk}", bytes(64 << 10))
             junk += 1
-    progress_with(process, "buffer-0 holds back: the store is", "no new group is admitted")
+    line_with(process, "buffer-0 holds back: the store is", "no new group is admitted")
     (root / "pause").unlink()
     code, out, _ = myxo.run("status", root)
     assert code == 0 and "holds back" in out
@@ -206,7 +197,7 @@ def test_a_disk_that_is_full_before_services_start_is_waited_for(myxo: Myxo, con
         process = myxo.start("up", config_file(store={"max_bytes": 64 << 20}), standins=True)
         wait_for("the launch", (root / "logs" / "launcher.log").exists)
         disk.fill()
-        progress_with(process, "for room", "No space left on device")
+        line_with(process, "for room", "No space left on device")
         (root / "pause").unlink()
         disk.clear()
         code, out, err = ended(process)
@@ -225,7 +216,7 @@ def test_a_full_disk_is_told_and_the_run_goes_on_when_there_is_room(
         wait_for("the first checkpoint", begun(root))
         disk.fill()
         (root / "pause").unlink(missing_ok=True)
-        progress_with(process, "waiting for room on the disk (No space left on device", str(root), "once there is room")
+        line_with(process, "waiting for room on the disk (No space left on device", str(root), "once there is room")
         assert process.poll() is None
         disk.clear()
         code, out, err = ended(process)
@@ -250,7 +241,7 @@ def test_a_run_whose_disk_stays_full_goes_on_on_another_one(myxo: Myxo, config_f
         process = myxo.start("up", config, standins=True)
         wait_for("the first checkpoint", begun(root))
         disk.fill()
-        progress_with(process, "No space left on device")
+        line_with(process, "No space left on device")
         process.send_signal(signal.SIGINT)
         assert ended(process)[0] == 128 + signal.SIGINT
         (root / "pause").unlink()

@@ -100,10 +100,6 @@ def listed(ledger: Iterable[LedgerRecord] = LEDGER, **wanted: Any) -> list[Group
     return folded(ledger).page(GroupQuery(**wanted))[0][::-1]
 
 
-def numbers(group: Iterable[GroupRecord]) -> list[int]:
-    return [int(entry.group[1:]) for entry in group]
-
-
 @dataclass
 class Life:
     """A group of a ledger, and what the ledger tells of it."""
@@ -154,28 +150,6 @@ def test_a_ledger_that_breaks_its_rules_can_be_looked_at() -> None:
         GroupsScored(groups=[scored(0, (9.0, 9.0))], at=2.0),
     ]
     assert [group.where() for group in listed([*LEDGER, *odd])] == [group.where() for group in listed()]
-
-
-# --- filters, orders
-
-
-@tables.table(
-    ("wanted", "expected"),
-    [
-        ({}, [0, 1, 4, 2, 3, 5, 6, 7, 8]),
-        ({"status": ["ready"]}, [6]),
-        ({"step": 1}, [2, 3]),
-        ({"step": 2}, []),
-        ({"min_reward": 0.25, "max_reward": 0.5}, [0, 4, 2, 3]),
-        ({"version": 0}, [0, 1, 4, 2, 3]),
-        ({"version": 1}, [4, 2, 3, 6]),
-        ({"group": group_id(3), "status": ["dead"]}, []),
-        ({"sort": ORDERS["reward"], "limit": 2}, [0, 1]),
-        ({"sort": ORDERS["tokens"], "limit": 1}, [1]),
-    ],
-)
-def test_filters_and_orders(wanted: dict[str, Any], expected: list[int]) -> None:
-    assert numbers(listed(**wanted)) == expected
 
 
 def test_the_table_shows_each_group_in_a_line() -> None:

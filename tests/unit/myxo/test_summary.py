@@ -235,32 +235,6 @@ def test_a_step_without_known_rewards_is_a_gap(config: RunConfig) -> None:
     json.dumps(asdict(result.summary()), allow_nan=False)
 
 
-def test_the_keys_of_the_file(config: RunConfig) -> None:
-    content = json.loads(json.dumps(asdict(tally(config, RECORDS).summary())))
-    assert {
-        "run",
-        "steps",
-        "accuracy_before",
-        "accuracy_after",
-        "max_staleness",
-        "max_staleness_seen",
-        "mean_staleness",
-        "staleness_histogram",
-        "overlap_seconds",
-        "generation_seconds",
-        "training_seconds",
-        "reward_first",
-        "reward_last",
-        "mean_abs_logprob_diff",
-        "warm_start",
-        "trained_tokens",
-        "wall_seconds",
-        "groups",
-        "restarts",
-        "audit",
-    } <= content.keys()
-
-
 def test_an_empty_ledger_has_a_summary(config: RunConfig) -> None:
     summary = tally(config, []).summary()
     assert (summary.steps, summary.wall_seconds, summary.trained_tokens) == (0, 0.0, 0)

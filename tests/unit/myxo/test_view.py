@@ -13,7 +13,6 @@ from shared.view.live_services import InstanceStatus
 from shared.view.run_view import EvaluationLine, run_view
 from shared.view.stall import RunSituation, run_stall
 from tests.support.run_config import run_config
-from tests.support.tables import table
 
 NOW = time.time()
 
@@ -162,35 +161,6 @@ def test_services_that_joined_from_elsewhere_are_shown(config: RunConfig) -> Non
     assert [(line.instance, line.restarts) for line in lines] == [("rollout-0", 0), ("rollout-7", None)]
 
 
-@table(
-    ("services", "statuses", "expected"),
-    [
-        ([], [status("buffer"), status("trainer")], "buffer-0, trainer-0 to start"),
-        (EVERYBODY, [status("rollout", due_in=7.6)], "rollout-0, which ended with signal 9"),
-        ([service("buffer")], [], "a reward service"),
-        (
-            [*EVERYBODY[:2], service("rollout", "starting"), service("trainer", "warm start", sft_step=3, sft_steps=10)],
-            [],
-            "engine of rollout-0 starting; SFT step 3/10",
-        ),
-        ([*EVERYBODY[:3], service("trainer", "loading the model")], [], "trainer-0 loading the model"),
-        ([service("buffer", live_version=-1), *EVERYBODY[1:]], [], "weights to be served (rollout-0 ready, trainer-0 ready)"),
-        (
-            [service("buffer", live_version=3), EVERYBODY[1], service("rollout", "fenced"), EVERYBODY[3]],
-            [],
-            "weights to be served (rollout-0 fenced, trainer-0 ready)",
-        ),
-        ([service("buffer", live_version=0, eval_pending=12), *EVERYBODY[1:]], [], "evaluations (12 prompts outstanding)"),
-        ([service("buffer", live_version=0, ready=1), *EVERYBODY[1:]], [], "a batch (1 of 2 groups ready)"),
-        ([service("buffer", live_version=0, ready=2), *EVERYBODY[1:]], [], "a training step"),
-    ],
-)
-def test_what_is_waited_for_before_the_first_step(
-    config: RunConfig, services: list[ServiceStatus], statuses: list[InstanceStatus], expected: str
-) -> None:
-    assert waiting_for(config, services, statuses) == expected
-
-
 @pytest.mark.parametrize("generates_alone", [False, True])
 def test_a_critic_is_waited_for_where_one_starts(tmp_path: Path, *, generates_alone: bool) -> None:
     run = run_config(tmp_path, algorithm={"advantage_estimator": "ppo"}, debug={"debug_rollout_only": generates_alone})
@@ -220,16 +190,6 @@ def test_environments_stand_after_the_services_whatever_they_are_called(config: 
     ]
     assert [line.detail for line in lines[-2:]] == ["http://judge:8080", "Connection refused"]
     assert next((line.service, line.state) for line in lines if line.instance == "buffer-0") == ("buffer", "down")
-
-
-def test_an_environment_is_no_service_that_a_run_needs(config: RunConfig) -> None:
-    assert waiting_for(config, [environment("buffer"), environment("trainer-0")], []) == "a buffer service"
-    assert waiting_for(config, [environment("trainer-0")], [status("trainer")]) == "trainer-0 to start"
-
-
-def test_a_run_whose_environment_is_away_waits_for_it(config: RunConfig) -> None:
-    services = [service("buffer", live_version=0, ready=1), *EVERYBODY[1:], environment("judge", "away", "Connection refused")]
-    assert waiting_for(config, services, []) == "environment judge (away: Connection refused)"
 
 
 def node(kind: str, instance: str, state: str, detail: str) -> ServiceStatus:

@@ -32,6 +32,10 @@ def does(part: str, what: str, awaited_from: Sequence[str] = (), next_action: st
     return Doing(part=part, what=what, since=NOW - 25, awaited_from=list(awaited_from), next_action=next_action, stuck=stuck)
 
 
+def environment(name: str, state: str = "ready", detail: str = "") -> ServiceStatus:
+    return ServiceStatus(service="environment", instance=name, host="", pid=0, http="", state=state, detail=detail, at=NOW)
+
+
 def process(kind: str, *, due_in: float | None = None, error: str = "") -> InstanceStatus:
     return InstanceStatus(kind, f"{kind}-0", 1, 1, False, 30.0, NOW - 30, due_in, None, error, ended_at=NOW - 6)
 
@@ -85,6 +89,9 @@ WAITS = does("loop", "the batch of step 3", ["buffer"])
             Cause.STARTING,
             ["rollout-0 to start, after signal 9, for 30s"],
         ),
+        ([], {"instances": [process("buffer"), process("trainer")]}, Cause.STARTING, ["buffer-0, trainer-0 to start"]),
+        ([environment("trainer-0")], {"instances": [process("trainer")]}, Cause.STARTING, ["trainer-0 to start"]),
+        ([environment("buffer")], {}, Cause.ABSENT, ["a buffer service"]),
         (without("reward"), {"errors": {"reward-0": "signal 9"}}, Cause.ABSENT, ["a reward service; the last one: reward-0 (signal 9)"]),
         (
             everybody(buffer=service("buffer", "standby", number=1)),
@@ -115,6 +122,15 @@ WAITS = does("loop", "the batch of step 3", ["buffer"])
         ),
         (trainer(state="loading the checkpoint"), {}, Cause.LOADING, ["trainer-0 loading the checkpoint, for 40s"]),
         (trainer(state="warm start", gauges={"sft_step": 3, "sft_steps": 9}), {}, Cause.LOADING, ["SFT step 3/9, for 40s"]),
+        (
+            everybody(
+                rollout=service("rollout", "starting", version=-1),
+                trainer=service("trainer", "warm start", gauges={"sft_step": 3, "sft_steps": 10}),
+            ),
+            {},
+            Cause.LOADING,
+            ["engine of rollout-0 starting; SFT step 3/10"],
+        ),
         (
             everybody(buffer=service("buffer", held_back="the store is 90% full; no new group is admitted")),
             {},
@@ -150,8 +166,9 @@ WAITS = does("loop", "the batch of step 3", ["buffer"])
             everybody(rollout=service("rollout", "fenced", version=-1)),
             {},
             Cause.WEIGHTS,
-            ["weights to be served (", "rollout-0 fenced", "for 40s"],
+            ["weights to be served (rollout-0 fenced, trainer-0 ready)", "for 40s"],
         ),
+        (everybody(buffer=service("buffer", gauges={"live_version": -1})), {}, Cause.WEIGHTS, ["(rollout-0 ready, trainer-0 ready)"]),
         (
             everybody(
                 rollout=service("rollout", doing=[does("work", "generates 2 groups, but its engine generates no token", stuck=True)])
@@ -231,8 +248,7 @@ def test_who_has_somebody_to_stand_in_is_not_waited_for(config: RunConfig) -> No
 
 
 def test_a_missing_environment_is_named(config: RunConfig) -> None:
-    judge = ServiceStatus(service="environment", instance="judge", host="", pid=0, http="", state="away", detail="refused", at=NOW)
-    found = run_stall(RunSituation.of(config, [*everybody(), judge]))
+    found = run_stall(RunSituation.of(config, [*everybody(), environment("judge", "away", "refused")]))
     assert (found.cause, found.awaited) == (Cause.ENVIRONMENT, "environment judge (away: refused)")
 
 
