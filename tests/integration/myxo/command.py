@@ -62,6 +62,11 @@ class Myxo:
                 code = end.code if isinstance(end.code, int) else 1
         return code, out.getvalue(), err.getvalue()
 
+    def dry_run(self, config: Path, *flags: str) -> tuple[int, str]:
+        """Exit code and standard error of ``myxo up --dry-run``, in this process."""
+        code, _, err = self.run("up", config, "--dry-run", *flags)
+        return code, err
+
 
 def ended(process: subprocess.Popen[str]) -> tuple[int, str, str]:
     """Waits for the process: exit code, standard output, standard error."""

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from tests.integration.myxo.command import ROOT, Myxo
+from tests.integration.myxo.mistakes import Input
 from tests.support.run_config import HELDOUT, values, write_jsonl
 
 
@@ -43,6 +44,11 @@ def _section(name: str, fields: dict[str, object]) -> str:
 
 def _value(value: object) -> str:
     return f'"{value}"' if isinstance(value, str | Path) else str(value).lower() if isinstance(value, bool) else str(value)
+
+
+@pytest.fixture
+def given(tmp_path: Path, tiny_model: Path) -> Input:
+    return Input.make(tmp_path, tiny_model)
 
 
 @pytest.fixture

@@ -96,7 +96,8 @@ class Mistake:
     Args:
         name: of the row. says: words that the errors must hold. flags: given behind the config.
         sections: section → field → value, laid over the good config. change: what else to do to the input. environment: variables.
-        lines: how many errors there are; one mistake is told once.
+        lines: how many errors there are; one mistake is told once. text: takes the text of the config and returns that which is written.
+        runs: whether it is told and runs all the same.
     """
 
     name: str
@@ -106,10 +107,14 @@ class Mistake:
     change: Callable[[Input], object] = lambda given: None
     environment: dict[str, str] = field(default_factory=dict)
     lines: int = 1
+    text: Callable[[str], str] = str
+    runs: bool = False
 
     def prepare(self, given: Input) -> list[str]:
         """Makes the mistake in the input. Returns the words of the command line."""
         for section, fields in self.sections.items():
             given.sections.setdefault(section, {}).update(fields)
         self.change(given)
-        return ["up", str(given.write()), *self.flags]
+        path = given.write()
+        path.write_text(self.text(path.read_text()))
+        return ["up", str(path), *self.flags, *["--dry-run"] * self.runs]

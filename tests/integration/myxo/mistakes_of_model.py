@@ -155,9 +155,10 @@ MISTAKES = [
     # lengths
     Mistake("responses longer than the context", ("rollout.rollout_max_response_len = 8192", "at most 1018", "config.json"),
             flags=("--rollout-max-response-len", "8192")),
-    Mistake("a prompt that leaves no room for its response", ("rollout.rollout_max_response_len = 200", "at most 122", "900 tokens"),
+    Mistake("a prompt that leaves no room for its response", ("rollout.rollout_max_response_len = 200", "at most 122", "l:10: 900 tokens"),
             flags=("--rollout-max-response-len", "200"), change=long_prompt),
-    Mistake("a prompt longer than the context", ("data.prompt_data", "a prompt of 1500 tokens", "rollout_max_prompt_len"),
+    Mistake("a prompt longer than the context",
+            ("data.prompt_data", "prompts.jsonl:10: a prompt of 1500 tokens", "rollout_max_prompt_len", "overlong_prompts = filter"),
             change=lambda given: long_prompt(given, 1500)),
     Mistake("held-out responses longer than the context", ("eval.eval_max_response_len = 4096", "at most 1018"),
             flags=("--eval-max-response-len", "4096")),

@@ -5,12 +5,10 @@ import resource
 import shutil
 import time
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-from myxo.main import main
 from myxo.preflight import STARTS, data_checks, inspect, machine_checks
 from myxo.preflight.inspection import Inspection, ModelSize, Note
 from myxo.run.run_directory import RunDirectory
@@ -32,18 +30,6 @@ LIMIT_SECONDS = 10.0
 def processor_seconds() -> float:
     children = resource.getrusage(resource.RUSAGE_CHILDREN)
     return time.process_time() + children.ru_utime + children.ru_stime
-
-
-@pytest.fixture
-def given(tmp_path: Path, tiny_model: Path) -> Input:
-    return Input.make(tmp_path, tiny_model)
-
-
-def dry_run(capsys: pytest.CaptureFixture[str], given: Input, *flags: str) -> tuple[int, str]:
-    """Exit code and standard error of ``myxo up --dry-run`` in this process."""
-    capsys.readouterr()
-    code = main(["up", str(given.write()), "--dry-run", *flags])
-    return code, capsys.readouterr().err
 
 
 def test_a_model_that_fits_neither_disk_nor_memory(given: Input) -> None:
@@ -114,11 +100,9 @@ NOTES: list[tuple[str, Change, Sequence[str], Sequence[str]]] = [
 
 
 @pytest.mark.parametrize(("change", "flags", "words"), [row[1:] for row in NOTES], ids=[row[0] for row in NOTES])
-def test_what_may_be_meant_is_told_and_runs(
-    given: Input, capsys: pytest.CaptureFixture[str], change: Change, flags: list[str], words: list[str]
-) -> None:
+def test_what_may_be_meant_is_told_and_runs(given: Input, myxo: Myxo, change: Change, flags: list[str], words: list[str]) -> None:
     change(given)
-    code, err = dry_run(capsys, given, *flags)
+    code, err = myxo.dry_run(given.write(), *flags)
     assert code == 0, err
     [line] = err.splitlines()
     for word in words:
@@ -215,28 +199,28 @@ def test_a_template_that_writes_todays_date_is_told_with_how_to_pin_it(
     assert all("data.prompt_data: the chat template writes today's date" in note and str(words) in note for note in notes)
 
 
-def test_demonstrations_that_are_split_or_dated_are_told(given: Input, capsys: pytest.CaptureFixture[str]) -> None:
+def test_demonstrations_that_are_split_or_dated_are_told(given: Input, myxo: Myxo) -> None:
     template = "{{ strftime_now('%d') }}{% for m in messages %}{{ '=' if loop.last and m.role == 'assistant' }}{{ m.content }}{% endfor %}"
     (given.model / "chat_template.jinja").write_text(template)
     chats = [[QUESTION, ANSWER], [QUESTION, ANSWER, QUESTION, ANSWER], [QUESTION, ANSWER] * 3]
     write_jsonl(given.directory / "sft.jsonl", [*({"messages": chat} for chat in chats), {"prompt": "5+5=", "response": "10"}])
     given.sections["sft"] = {"sft_data": str(given.directory / "sft.jsonl")}
     for _ in range(2):  # the second reads what the first has found
-        code, err = dry_run(capsys, given)
+        code, err = myxo.dry_run(given.write())
         assert code == 0, err
         assert "sft.sft_data: 2 of 4 demonstrations are split into 5 lines, because the chat template rewrites earlier turns" in err
         assert "sft.sft_data: the chat template writes today's date" in err
 
 
 @pytest.mark.parametrize("end", [b"\n", b"\r\n"])
-def test_a_byte_order_mark_and_any_line_ends_are_fine(given: Input, capsys: pytest.CaptureFixture[str], end: bytes) -> None:
+def test_a_byte_order_mark_and_any_line_ends_are_fine(given: Input, myxo: Myxo, end: bytes) -> None:
     (given.directory / "prompts.jsonl").write_bytes(b"\xef\xbb\xbf" + GOOD.replace(b"\n", end))
-    assert dry_run(capsys, given) == (0, "")
+    assert myxo.dry_run(given.write()) == (0, "")
 
 
-def test_answers_that_math_can_match_are_not_complained_of(given: Input, capsys: pytest.CaptureFixture[str]) -> None:
+def test_answers_that_math_can_match_are_not_complained_of(given: Input, myxo: Myxo) -> None:
     labels("42", "-3.5", "1/2", "\\frac{3}{4}", "x^2+1", "#### 72", "3,000", "50%", "(3,4)", "A")(given)
-    assert dry_run(capsys, given, *MATH) == (0, "")
+    assert myxo.dry_run(given.write(), *MATH) == (0, "")
 
 
 def test_what_was_read_beside_a_teacher_is_read_again_without_one(given: Input) -> None:
@@ -248,23 +232,21 @@ def test_what_was_read_beside_a_teacher_is_read_again_without_one(given: Input) 
         list(data_checks.check_training_prompts(Inspection(load(given.write()))))
 
 
-def test_long_files_are_read_in_part_and_the_same_files_once(
-    given: Input, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_long_files_are_read_in_part_and_the_same_files_once(given: Input, myxo: Myxo, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(data_checks, "MOST", 50)
     rows: list[Any] = [{"prompt": f"{number}+0=", "label": str(number)} for number in range(1000)]
     write_jsonl(given.directory / "prompts.jsonl", rows)
     line = "myxo: data.prompt_data: 50 of 1,000 prompts were read before the start; the buffer tells what is wrong with the others\n"
-    assert dry_run(capsys, given) == (0, line)
+    assert myxo.dry_run(given.write()) == (0, line)
 
     def read_again(*words: object) -> None:
         raise AssertionError("read again")
 
     with monkeypatch.context() as patch:
         patch.setattr("shared.data.prompts.PromptFile.check", read_again)
-        assert dry_run(capsys, given) == (0, line)
+        assert myxo.dry_run(given.write()) == (0, line)
     write_jsonl(given.directory / "prompts.jsonl", [*rows[:-1], {"question": "1+1="}])
-    code, err = dry_run(capsys, given)
+    code, err = myxo.dry_run(given.write())
     assert code == 2
     assert "prompts.jsonl:1000" in err, "the last line is among those that are read"
 
@@ -282,13 +264,13 @@ async def put_on_its_bus(config: RunConfig) -> None:
     server.stop()
 
 
-def test_a_run_of_that_name_with_another_config(myxo: Myxo, given: Input, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_run_of_that_name_with_another_config(given: Input, myxo: Myxo) -> None:
     asyncio.run(put_on_its_bus(load(given.write(), {"rollout": {"num_rollout": 2}})))
     summary = b"{}"
     (given.directory / "runs" / "test" / "summary.json").write_bytes(summary)
     other = ("--num-rollout", "2", "--max-staleness", "3", "--adam-beta1", "0.5", "--lr", "0.0005")
-    assert dry_run(capsys, given, "--num-rollout", "2") == (0, "")
-    assert dry_run(capsys, given, *other, "--fresh") == (0, "")
+    assert myxo.dry_run(given.write(), "--num-rollout", "2") == (0, "")
+    assert myxo.dry_run(given.write(), *other, "--fresh") == (0, "")
     before = processor_seconds()
     code, out, err = myxo.run("up", given.write(), *other, standins=True)
     assert processor_seconds() - before < LIMIT_SECONDS

@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 
-from myxo.main import main
 from shared.config.config_reading import parse
 from shared.process.embedded_servers import free_port
 from shared.schema.versions import is_periodic
@@ -18,57 +17,55 @@ from tests.support.run_config import PROMPTS, write_jsonl
 
 
 @pytest.fixture
-def seven_rows(tmp_path: Path, tiny_model: Path) -> Input:
-    made = Input.make(tmp_path, tiny_model)
-    del made.sections["rollout"]["num_rollout"]
-    write_jsonl(tmp_path / "prompts.jsonl", [PROMPTS[index % len(PROMPTS)] for index in range(7)])
-    return made
+def seven_rows(given: Input) -> Input:
+    del given.sections["rollout"]["num_rollout"]
+    write_jsonl(given.directory / "prompts.jsonl", [PROMPTS[index % len(PROMPTS)] for index in range(7)])
+    return given
 
 
-def settled(seven_rows: Input, capsys: pytest.CaptureFixture[str], *flags: str) -> dict[str, Any]:
+def settled(seven_rows: Input, myxo: Myxo, *flags: str) -> dict[str, Any]:
     """The resolved [rollout]."""
-    assert main(["up", str(seven_rows.write()), "--print-config", *flags]) == 0, capsys.readouterr().err
-    printed = capsys.readouterr().out
+    code, printed, err = myxo.run("up", seven_rows.write(), "--print-config", *flags)
+    assert code == 0, err
     parse(tomllib.loads(printed))  # what is printed is a config again
     rollout: dict[str, Any] = tomllib.loads(printed)["rollout"]
     return rollout
 
 
-def test_epochs_are_whole_batches_of_the_prompts(seven_rows: Input, capsys: pytest.CaptureFixture[str]) -> None:
-    rollout = settled(seven_rows, capsys, "--num-epoch", "3")  # 7 prompts in batches of 2: 3 steps, and a prompt is left over
+def test_epochs_are_whole_batches_of_the_prompts(seven_rows: Input, myxo: Myxo) -> None:
+    rollout = settled(seven_rows, myxo, "--num-epoch", "3")  # 7 prompts in batches of 2: 3 steps, and a prompt is left over
     assert (rollout["num_rollout"], rollout["num_rollout_per_epoch"], rollout["num_epoch"]) == (9, 3, 3)
 
 
-def test_prompts_that_are_left_out_do_not_count(seven_rows: Input, capsys: pytest.CaptureFixture[str]) -> None:
+def test_prompts_that_are_left_out_do_not_count(seven_rows: Input, myxo: Myxo) -> None:
     long = {"prompt": "7+7=" * 100, "label": "14"}
     write_jsonl(seven_rows.directory / "prompts.jsonl", [*PROMPTS[:4], long, long, long, long])
     flags = ("--num-epoch", "2", "--rollout-max-prompt-len", "40", "--overlong-prompts", "filter")
-    assert settled(seven_rows, capsys, *flags)["num_rollout"] == 4
-    assert settled(seven_rows, capsys, "--num-epoch", "2")["num_rollout"] == 8
+    assert settled(seven_rows, myxo, *flags)["num_rollout"] == 4
+    assert settled(seven_rows, myxo, "--num-epoch", "2")["num_rollout"] == 8
 
 
-def test_an_epoch_has_each_files_prompts_as_often_as_its_weight_says(seven_rows: Input, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_epoch_has_each_files_prompts_as_often_as_its_weight_says(seven_rows: Input, myxo: Myxo) -> None:
     files = [f"{seven_rows.directory / 'prompts.jsonl'}@[:4]*2", f"{seven_rows.directory / 'prompts.jsonl'}@[4:]*1"]  # 4 twice, 3 once
-    rollout = settled(seven_rows, capsys, "--num-epoch", "2", "--prompt-data", *files)
+    rollout = settled(seven_rows, myxo, "--num-epoch", "2", "--prompt-data", *files)
     assert (rollout["num_rollout"], rollout["num_rollout_per_epoch"]) == (10, 5)
 
 
-def test_a_number_of_steps_wins(seven_rows: Input, capsys: pytest.CaptureFixture[str]) -> None:
-    rollout = settled(seven_rows, capsys, "--num-epoch", "3", "--num-rollout", "5")
+def test_a_number_of_steps_wins(seven_rows: Input, myxo: Myxo) -> None:
+    rollout = settled(seven_rows, myxo, "--num-epoch", "3", "--num-rollout", "5")
     assert rollout["num_rollout"] == 5
     assert "num_rollout_per_epoch" not in rollout
 
 
-def test_epochs_that_do_not_count_are_told(seven_rows: Input, capsys: pytest.CaptureFixture[str]) -> None:
+def test_epochs_that_do_not_count_are_told(seven_rows: Input, myxo: Myxo) -> None:
     told = "rollout.num_epoch: without effect, as this needs num_rollout left out"
-    assert main(["up", str(seven_rows.write()), "--print-config", "--num-epoch", "3", "--num-rollout", "5"]) == 0
-    assert told in capsys.readouterr().err
-    assert main(["up", str(seven_rows.write()), "--print-config", "--num-epoch", "3"]) == 0
-    printed = capsys.readouterr()
-    assert "without effect" not in printed.err
-    (seven_rows.directory / "again.toml").write_text(printed.out)  # both are in it, and agree
-    assert main(["up", str(seven_rows.directory / "again.toml"), "--print-config"]) == 0
-    assert "without effect" not in capsys.readouterr().err
+    code, _, err = myxo.run("up", seven_rows.write(), "--print-config", "--num-epoch", "3", "--num-rollout", "5")
+    assert code == 0 and told in err
+    code, printed, err = myxo.run("up", seven_rows.write(), "--print-config", "--num-epoch", "3")
+    assert code == 0 and "without effect" not in err
+    (seven_rows.directory / "again.toml").write_text(printed)  # both are in it, and agree
+    code, _, err = myxo.run("up", seven_rows.directory / "again.toml", "--print-config")
+    assert code == 0 and "without effect" not in err
 
 
 @pytest.mark.parametrize(
@@ -80,25 +77,22 @@ def test_epochs_that_do_not_count_are_told(seven_rows: Input, capsys: pytest.Cap
         (("--num-epoch", "2", "--data-source", "tests.support.prompt_source:Sums"), ("rollout.num_epoch", "data_source")),
     ],
 )
-def test_what_gives_no_steps_is_refused(
-    seven_rows: Input, capsys: pytest.CaptureFixture[str], flags: tuple[str, ...], says: tuple[str, ...]
-) -> None:
-    assert main(["up", str(seven_rows.write()), "--print-config", *flags]) == 2
-    error = capsys.readouterr().err
-    assert [word for word in says if word not in error] == [], error
+def test_what_gives_no_steps_is_refused(seven_rows: Input, myxo: Myxo, flags: tuple[str, ...], says: tuple[str, ...]) -> None:
+    code, _, error = myxo.run("up", seven_rows.write(), "--print-config", *flags)
+    assert code == 2 and [word for word in says if word not in error] == [], error
 
 
-def test_intervals_that_do_not_fit_are_said(seven_rows: Input, capsys: pytest.CaptureFixture[str]) -> None:
+def test_intervals_that_do_not_fit_are_said(seven_rows: Input, myxo: Myxo) -> None:
     flags = ["--num-rollout", "12", "--eval-interval", "4", "--save-interval", "4", "--save-hf", "out/{rollout_id}", "--save-hf-interval"]
-    assert main(["up", str(seven_rows.write()), "--print-config", *flags, "6", "--update-weights-interval", "3"]) == 0
-    error = capsys.readouterr().err
+    code, _, error = myxo.run("up", seven_rows.write(), "--print-config", *flags, "6", "--update-weights-interval", "3")
+    assert code == 0, error
     for line in (
         "eval_interval = 4 is no multiple of update_weights_interval = 3: what is due in between waits for the next version",
         "save_hf_interval = 6 is no multiple of save_interval = 4: what is due in between waits for the next checkpoint",
     ):
         assert line in error
-    assert main(["up", str(seven_rows.write()), "--print-config", *flags, "8", "--update-weights-interval", "2"]) == 0
-    assert "no multiple" not in capsys.readouterr().err
+    code, _, error = myxo.run("up", seven_rows.write(), "--print-config", *flags, "8", "--update-weights-interval", "2")
+    assert code == 0 and "no multiple" not in error
 
 
 def test_an_epoch_is_saved_and_evaluated_at_its_end() -> None:
@@ -123,61 +117,49 @@ ODD = [
 
 
 @pytest.mark.parametrize(("flags", "said"), ODD)
-def test_an_odd_value_is_noted(
-    flags: str, said: str, tmp_path: Path, tiny_model: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    given = Input.make(tmp_path, tiny_model)
+def test_an_odd_value_is_noted(flags: str, said: str, given: Input, myxo: Myxo) -> None:
     (given.model / "chat_template.jinja").write_text(
         "{% for m in messages %}{{ m.role }}+{{ m.content }}=={% endfor %}{% if add_generation_prompt %}assistant+{% endif %}"
     )
-    for name in ("NATS_URL", "REDIS_URL"):
-        monkeypatch.delenv(name, raising=False)
-    assert main(["up", str(given.write()), "--dry-run", *flags.split()]) == 0, capsys.readouterr().err
-    out, err = capsys.readouterr()
-    assert said in err
+    code, out, err = myxo.run("up", given.write(), "--dry-run", *flags.split())
+    assert code == 0 and said in err, err
     heads = [line.split()[0] for line in out.splitlines()]
     assert heads == ["run", "model", "layout", "memory", "data", "a", "reward", "functions", "guessed", "problems"], out
     assert f"none; notes above: {err.count('myxo: ')}" in out
     assert "at most" in out and "samples" in out
-    assert not (tmp_path / "runs").exists()
+    assert not (given.directory / "runs").exists()
 
 
 @pytest.fixture
-def four_dumps(tmp_path: Path, tiny_model: Path) -> Input:
-    made = Input.make(tmp_path, tiny_model)
+def four_dumps(given: Input) -> Input:
     for step in range(4):
-        (tmp_path / f"dump_{step}.pt").touch()
-    return made
+        (given.directory / f"dump_{step}.pt").touch()
+    return given
 
 
-def told(four_dumps: Input, capsys: pytest.CaptureFixture[str], *flags: str) -> tuple[int, str]:
-    code = main(["up", str(four_dumps.write()), "--dry-run", *flags])
-    return code, capsys.readouterr().err
-
-
-def test_training_on_dumps_asks_for_no_prompts_and_no_engine(four_dumps: Input, capsys: pytest.CaptureFixture[str]) -> None:
+def test_training_on_dumps_asks_for_no_prompts_and_no_engine(four_dumps: Input, myxo: Myxo) -> None:
     (four_dumps.directory / "prompts.jsonl").unlink()
     (four_dumps.directory / "heldout.jsonl").unlink()
     dumps = ("--load-debug-rollout-data", str(four_dumps.directory / "dump_{rollout_id}.pt"))
-    assert told(four_dumps, capsys, *dumps, "--sglang-attention-backend", "fa3") == (0, "")
-    code, error = told(four_dumps, capsys, *dumps, "--num-rollout", "6")
+    assert myxo.dry_run(four_dumps.write(), *dumps, "--sglang-attention-backend", "fa3") == (0, "")
+    code, error = myxo.dry_run(four_dumps.write(), *dumps, "--num-rollout", "6")
     assert code == 2 and "each step from 0 to 5" in error and "dump_4.pt" in error
-    code, error = told(four_dumps, capsys, *dumps, "--advantage-estimator", "ppo")
+    code, error = myxo.dry_run(four_dumps.write(), *dumps, "--advantage-estimator", "ppo")
     assert code == 2 and "algorithm.advantage_estimator" in error and "critic" in error
-    code, error = told(four_dumps, capsys)
+    code, error = myxo.dry_run(four_dumps.write())
     assert code == 2 and "data.prompt_data" in error
 
 
-def test_generating_alone_asks_nothing_of_a_trainer(four_dumps: Input, capsys: pytest.CaptureFixture[str]) -> None:
+def test_generating_alone_asks_nothing_of_a_trainer(four_dumps: Input, myxo: Myxo) -> None:
     training = ("--only-train-params-name-list", "nothing.of.this.name")
-    code, error = told(four_dumps, capsys, *training)
+    code, error = myxo.dry_run(four_dumps.write(), *training)
     assert code == 2 and "only_train_params_name_list" in error
-    assert told(four_dumps, capsys, *training, "--debug-rollout-only", "--colocate") == (0, "")
+    assert myxo.dry_run(four_dumps.write(), *training, "--debug-rollout-only", "--colocate") == (0, "")
 
 
-def test_a_warm_start_that_is_left_out_is_told(four_dumps: Input, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_warm_start_that_is_left_out_is_told(four_dumps: Input, myxo: Myxo) -> None:
     (four_dumps.directory / "sft.jsonl").write_text('{"prompt": "1+1=", "response": "2"}\n')
-    code, error = told(four_dumps, capsys, "--debug-rollout-only", "--sft-data", str(four_dumps.directory / "sft.jsonl"))
+    code, error = myxo.dry_run(four_dumps.write(), "--debug-rollout-only", "--sft-data", str(four_dumps.directory / "sft.jsonl"))
     assert code == 0
     assert "the warm start of [sft] is left out" in error
 
