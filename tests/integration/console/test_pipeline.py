@@ -1,66 +1,27 @@
 """The pages *Flow* and *Health* of a console on real servers: what they tell while a run continues, while NATS is away, and after it."""
 
-import asyncio
+import json
 import time
-from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import httpx
 import pytest
 
-from services.console.console_app import console_app
 from services.console.run_histories import RunPipeline
-from services.console.run_source import ChangeFeed, RunSource
+from services.console.run_source import ChangeFeed
 from shared.bus import runs, streams
 from shared.bus.connection import Bus
 from shared.bus.registry import Registry
 from shared.bus.subjects import Subjects
 from shared.process.embedded_servers import EmbeddedNats, EmbeddedValkey
-from shared.runtime import http_endpoints
-from shared.runtime.addresses import HttpAddress
-from shared.runtime.tasks import background
 from shared.schema.ledger import BatchFormed, BatchTrained, GroupDead, GroupsAdmitted, GroupsScored, LedgerRecord, LedgerRepaired, group_id
 from shared.schema.messages import Payload, SampleMeta, ScoredGroup
 from shared.schema.service_messages import MetricsWritten, ServiceEvent, ServiceStatus
+from tests.integration.console.conftest import console_of
+from tests.integration.written_run import append
 from tests.support.run_config import run_config
-
-TOKEN = "t" * 32
-PATIENCE_S = 60.0
-
-
-class Console:
-    """A console of a test, asked over HTTP."""
-
-    def __init__(self, client: httpx.AsyncClient) -> None:
-        self._client = client
-
-    async def get(self, page: str, **params: Any) -> httpx.Response:
-        return await self._client.get(f"/api/{page}", params=params)
-
-    async def until(self, page: str, holds: Callable[[Any], bool]) -> Any:
-        """Returns the page's answer once it holds. Raises AssertionError with the last one, in the end."""
-        end, answer = time.monotonic() + PATIENCE_S, None
-        while time.monotonic() < end:
-            answer = await self.get(page)
-            if answer.status_code == 200 and holds(answer.json()):
-                return answer.json()
-            await asyncio.sleep(0.1)
-        raise AssertionError(answer.text if answer is not None else "never answered")
-
-
-@asynccontextmanager
-async def console_of(run: str, nats_url: str | None, redis_url: str, directory: Path | None) -> AsyncIterator[Console]:
-    source = RunSource(run, nats_url, redis_url, directory)
-    app = console_app(source, TOKEN)
-    async with (
-        background(source.keep()),
-        http_endpoints.serving(app, HttpAddress("127.0.0.1", 0)) as at,
-        httpx.AsyncClient(base_url=f"http://{at}", headers={"Authorization": f"Bearer {TOKEN}"}, timeout=30) as client,
-    ):
-        yield Console(client)
 
 
 def scored(number: int, began: float, seconds: float, replica: str, reward: float) -> ScoredGroup:
@@ -70,11 +31,6 @@ def scored(number: int, began: float, seconds: float, replica: str, reward: floa
     return ScoredGroup(
         group=group_id(number), attempt=0, payload=payload, samples=samples, replica=replica, rewards=[reward, reward], **times
     )
-
-
-async def append(bus: Bus, run: str, *records: LedgerRecord) -> None:
-    for record in records:
-        await bus.publish(Subjects(run).ledger(record.event()), record)
 
 
 def step(number: int, began: float) -> list[LedgerRecord]:
@@ -99,18 +55,18 @@ async def event(bus: Bus, run: str, what: str, detail: str) -> None:
 async def test_the_pages_follow_the_run(bus: Bus, run_name: str, nats: EmbeddedNats, valkey: EmbeddedValkey, tmp_path: Path) -> None:
     await runs.create(bus, run_config(tmp_path, run={"name": run_name}, rollout={"max_staleness": 1}), valkey.url)
     async with console_of(run_name, nats.url, valkey.url, tmp_path) as console:
-        empty = await console.until("flow", lambda flow: True)
+        empty = await console.until("flow", there=lambda flow: True)
         assert empty["services"] == [] and "Too few steps" in empty["bottleneck"]["sentence"]
 
         began = time.time() - 60
         for number in range(4):
             await append(bus, run_name, *step(number, began + 10 * number))
-        flow = await console.until("flow", lambda flow: flow["ages"]["tokens"] == {"0": 160})
+        flow = await console.until("flow", there=lambda flow: flow["ages"]["tokens"] == {"0": 160})
         assert flow["bottleneck"]["sentence"] == "The trainer waits 80 % of the time for rollout-3."
         assert flow["bottleneck"]["advice"][0] == {"text": flow["bottleneck"]["advice"][0]["text"], "withheld": ""}
         assert flow["waits"] == pytest.approx({"waiting for rollout": 0.8, "training": 0.2}) and not flow["live"]
         assert [line["trained"] for line in flow["lengths"]] == [160]
-        health = await console.until("health", lambda health: len(health["alarms"]) >= 2)
+        health = await console.until("health", there=lambda health: len(health["alarms"]) >= 2)
         assert [alarm["kind"] for alarm in health["alarms"]] == ["every reward is the same", "responses are cut off"]
 
         for number in (4, 5):
@@ -119,28 +75,30 @@ async def test_the_pages_follow_the_run(bus: Bus, run_name: str, nats: EmbeddedN
             await bus.publish(Subjects(run_name).event("trainer", "metrics"), told)
         await event(bus, run_name, "restarted", "after signal 9")
         await append(bus, run_name, GroupDead(group=group_id(99), reason="<b>too long</b>", at=time.time()))
-        health = await console.until("health", lambda health: health["reasons"] and len(health["alarms"]) == 5)
+        health = await console.until("health", there=lambda health: health["reasons"] and len(health["alarms"]) == 5)
         assert {"services restart", "engine and trainer differ", "groups die"} <= {alarm["kind"] for alarm in health["alarms"]}
         assert health["reasons"][0]["reason"] == "<b>too long</b>" and health["events"][0]["what"] == "restarted"
         assert [(line["instance"], line["state"], line["restarts"]) for line in health["services"]] == [("rollout-3", "", 1)]
-        flow = (await console.get("flow", window=300)).json()
+        _, flow = await console.get("flow", ("window", 300))
         assert "engine and trainer differ" in flow["bottleneck"]["advice"][0]["withheld"], "a larger bound presumes that both agree"
         cut = await streams.last_sequence(bus, Subjects(run_name).ledger_stream)
         await bus.js.delete_msg(Subjects(run_name).ledger_stream, cut)
         await append(bus, run_name, LedgerRepaired(resume=0, cut_after=cut - 1, cut_last=cut, at=time.time()))
-        assert (await console.until("health", lambda health: not health["reasons"]))["events"], "the record of the dead group was cut off"
+        assert (await console.until("health", there=lambda health: not health["reasons"]))["events"], (
+            "the record of the dead group was cut off"
+        )
 
         registry = Registry(bus, run_name)
         await registry.renew(status(run_name, "rollout", "rollout-3", gauges={"running_groups": 2}))
         await registry.renew(status(run_name, "buffer", "buffer-0", gauges={"queue_task": 7, "ready": 1}, held_back="the store is full"))
-        flow = await console.until("flow", lambda flow: flow["live"] and flow["stages"][1]["groups"] == 2)
+        flow = await console.until("flow", there=lambda flow: flow["live"] and flow["stages"][1]["groups"] == 2)
         assert flow["bottleneck"]["sentence"].startswith("The run waits for room: buffer-0 holds back (the store is full)")
         assert flow["stalled"] and flow["waiting_since"] > 0 and flow["waiting_for"] in flow["bottleneck"]["sentence"]
-        assert "room: buffer-0 holds back" in (await console.get("health")).json()["waiting_for"]
+        assert "room: buffer-0 holds back" in (await console.get("health"))[1]["waiting_for"]
         assert {line["instance"]: line["doing"] for line in flow["services"]}["rollout-3"] == "generating"
         for wrong in ("nan", "inf", "-1", "5", "1e9", "x"):
-            refused = await console.get("flow", window=wrong)
-            assert refused.status_code == 422 and "window" in refused.text
+            code, told = await console.get("flow", ("window", wrong))
+            assert code == 422 and "window" in json.dumps(told)
 
 
 @pytest.mark.extra
@@ -150,19 +108,19 @@ async def test_a_continued_run_is_shown_with_its_new_config_and_judged_at_its_en
     config = run_config(tmp_path, run={"name": run_name}, rollout={"num_rollout": 2})
     await runs.create(bus, config, valkey.url)
     async with console_of(run_name, nats.url, valkey.url, tmp_path) as console:
-        await console.until("overview", lambda found: (found["steps"], found["of"]) == (0, 2))
+        await console.until("overview", there=lambda found: (found["steps"], found["of"]) == (0, 2))
         longer = config.model_copy(update={"rollout": config.rollout.model_copy(update={"num_rollout": 3})})
         await runs.create(bus, longer, valkey.url)
         registry, trainer = Registry(bus, run_name), status(run_name, "trainer", "trainer-0", gauges={"step": 1})
         await registry.renew(trainer)
-        await console.until("overview", lambda found: (found["steps"], found["of"]) == (1, 3))
+        await console.until("overview", there=lambda found: (found["steps"], found["of"]) == (1, 3))
         began = time.time() - 7200
         for number in range(3):
             await append(bus, run_name, *step(number, began + 10 * number))
         await registry.leave(trainer)
         await runs.set_phase(bus, run_name, runs.FINISHED)
-        await console.until("overview", lambda found: (found["phase"], found["steps"]) == ("finished", 3))
-        health = await console.until("health", lambda health: not health["services"])
+        await console.until("overview", there=lambda found: (found["phase"], found["steps"]) == ("finished", 3))
+        health = await console.until("health", there=lambda health: not health["services"])
         assert health["disk"] is None and health["memory"] is None, "whoever looks may be on another machine"
 
 
@@ -191,5 +149,5 @@ async def test_a_run_that_begins_anew_makes_new_steps(tmp_path: Path) -> None:
 async def test_a_run_of_which_only_the_directory_is_left_says_so(run_name: str, valkey: EmbeddedValkey, tmp_path: Path) -> None:
     async with console_of(run_name, None, valkey.url, tmp_path) as console:
         for page in ("flow", "health"):
-            answer = await console.get(page)
-            assert answer.status_code == 503 and "NATS" in answer.json()["detail"]
+            code, told = await console.get(page)
+            assert code == 503 and "NATS" in told["detail"]

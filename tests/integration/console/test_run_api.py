@@ -1,81 +1,34 @@
 """``/api/run``, ``/api/weights`` and the sessions in flight over real servers: live, while NATS is away, and from a directory alone."""
 
-import asyncio
 import contextlib
 import json
 import math
 import time
-import urllib.error
-import urllib.request
 import uuid
-from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
 from typing import Any
-from urllib.parse import urlencode
 
 import numpy as np
 import pytest
 from nats.js.errors import NotFoundError
 from torch.utils.tensorboard import SummaryWriter
 
-from services.console.console_app import console_app
-from services.console.run_source import NATS, RunSource
+from services.console.run_source import NATS
 from shared.bus import runs
 from shared.bus.connection import Bus
 from shared.bus.registry import Registry
 from shared.bus.subjects import Subjects
 from shared.config.run_config import RunConfig
 from shared.process.embedded_servers import EmbeddedNats, EmbeddedValkey
-from shared.runtime import http_endpoints
-from shared.runtime.addresses import HttpAddress
-from shared.runtime.tasks import background
 from shared.schema.messages import Sampling
 from shared.schema.service_messages import MetricsWritten, ServiceEvent, ServiceStatus
 from shared.schema.weight_messages import ReplicaPush, WeightsLive, WeightsPushed
 from shared.sessions.session import Session, SessionEnded, SessionLog, TurnBegun, TurnEnded, TurnExtended, new_key
 from shared.sessions.session_store import SessionStore
 from shared.store.payload_store import Store
+from tests.integration.console.conftest import console_of
 from tests.support.intended_rights import every_stream
 from tests.support.run_config import run_config
-from tests.support.waiting import until
-
-TOKEN = "a-token-that-nobody-guesses-0123456789"
-
-Get = Callable[..., Awaitable[tuple[int, Any]]]
-
-
-@contextlib.asynccontextmanager
-async def served(source: RunSource) -> AsyncIterator[Get]:
-    """Serves a console; yields what asks it: the status and the JSON of an answer."""
-    app = console_app(source, TOKEN, ["127.0.0.1"])
-    async with background(source.keep()), http_endpoints.serving(app, HttpAddress("127.0.0.1", 0)) as at:
-
-        def ask(path: str, parameters: list[tuple[str, Any]]) -> tuple[int, Any]:
-            url = f"http://{at}/api/{path}?{urlencode(parameters)}"
-            request = urllib.request.Request(url, headers={"Authorization": f"Bearer {TOKEN}"})
-            try:
-                with urllib.request.urlopen(request, timeout=60) as answer:
-                    return answer.status, json.load(answer)
-            except urllib.error.HTTPError as error:
-                return error.code, json.load(error)
-
-        async def get(path: str, *parameters: tuple[str, Any]) -> tuple[int, Any]:
-            return await asyncio.to_thread(ask, path, list(parameters))
-
-        yield get
-
-
-async def answer(get: Get, path: str, *parameters: tuple[str, Any], there: Callable[[Any], bool] = bool) -> Any:
-    """Returns an answer once it is as expected."""
-    found: Any = None
-
-    async def fits() -> bool:
-        nonlocal found
-        status, found = await get(path, *parameters)
-        return status == 200 and there(found)
-
-    await until(fits, f"{path} as expected", 60, pause=0.1)
-    return found
 
 
 async def publish_step(bus: Bus, names: Subjects, step: int, **values: float) -> None:
@@ -110,17 +63,17 @@ async def test_a_live_run(mortal_nats: EmbeddedNats, valkey: EmbeddedValkey, con
     bus = await Bus.connect(mortal_nats.url, "test")
     await runs.create(bus, config, valkey.url)
     await publish_step(bus, names, 1, train__loss=7.0, rollout__raw_reward=0.5)
-    async with served(RunSource(config.run.name, mortal_nats.url, valkey.url, root)) as get:
+    async with console_of(config.run.name, mortal_nats.url, valkey.url, root) as console:
         loss = ("tag", "train/loss")
-        own = await answer(get, "run/curves", loss, there=lambda found: found["curves"] and found["curves"][0]["values"] == [9.0, 7.0])
+        own = await console.until("run/curves", loss, there=lambda found: found["curves"] and found["curves"][0]["values"] == [9.0, 7.0])
         assert own["curves"][0]["run"] == config.run.name and own["curves"][0]["steps"] == [0, 1]
-        both = await answer(get, "run/curves", loss, ("run", "beside"), there=lambda found: len(found["curves"]) == 2)
+        both = await console.until("run/curves", loss, ("run", "beside"), there=lambda found: len(found["curves"]) == 2)
         assert both["curves"][1]["values"] == [5.0, None] and both["curves"][1]["unusual"] == [{"x": 1.0, "step": 1, "value": "nan"}]
-        panels = await answer(get, "run/panels", ("run", "beside"))
+        panels = await console.until("run/panels", ("run", "beside"))
         assert [panel["panel"] for panel in panels["panels"]] == ["reward", "loss"] and panels["further"] == ["custom/metric"]
 
         await publish_step(bus, names, 2, train__loss=6.0)
-        await answer(get, "run/curves", loss, there=lambda found: found["curves"][0]["values"] == [9.0, 7.0, 6.0])
+        await console.until("run/curves", loss, there=lambda found: found["curves"][0]["values"] == [9.0, 7.0, 6.0])
         for what, detail in (("joined", ""), ("failed", "boom <b>"), ("restarted", "killed by signal 9")):
             event = ServiceEvent(service="reward", instance="reward-0", what=what, detail=detail, at=time.time())
             await bus.publish(names.event("service", what), event)
@@ -132,25 +85,25 @@ async def test_a_live_run(mortal_nats: EmbeddedNats, valkey: EmbeddedValkey, con
         )
         status = ServiceStatus(service="rollout", instance="rollout-0", host="h", pid=1, http="", state="ready", version=1, at=time.time())
         await Registry(bus, config.run.name).renew(status)
-        marks = await answer(get, "run/marks", there=lambda found: len(found["marks"]) == 2)
+        marks = await console.until("run/marks", there=lambda found: len(found["marks"]) == 2)
         assert [(mark["kind"], mark["text"]) for mark in marks["marks"]] == [
             ("restarted", "killed by signal 9"),
             ("push failed", "version 1 rollout-1: commit: late"),
         ]
-        rows = await answer(get, "weights/versions", there=lambda found: found["versions"] and found["versions"][0]["replicas"][0]["now"])
+        rows = await console.until("weights/versions", there=lambda found: found["versions"] and found["versions"][0]["replicas"][0]["now"])
         assert rows["versions"][0]["gb_per_s"] == 2.0 and rows["versions"][0]["paused"] == 0.5
-        assert (await answer(get, "weights/now"))["live"] == 1
-        assert (await answer(get, "weights/events"))["events"][0]["who"] == "rollout-1"
+        assert (await console.until("weights/now"))["live"] == 1
+        assert (await console.until("weights/events"))["events"][0]["who"] == "rollout-1"
 
         await bus.close()
         mortal_nats.stop()
-        await answer(get, "overview", there=lambda found: NATS in [part["name"] for part in found["away"]])
-        status_code, kept = await get("run/curves", loss)
+        await console.until("overview", there=lambda found: NATS in [part["name"] for part in found["away"]])
+        status_code, kept = await console.get("run/curves", loss)
         assert status_code == 200 and kept["curves"][0]["values"] == [9.0, 7.0, 6.0], "the page keeps what it had"
         mortal_nats.start()
         again = await Bus.connect(mortal_nats.url, "test")
         await publish_step(again, names, 3, train__loss=5.0)
-        await answer(get, "run/curves", loss, there=lambda found: found["curves"][0]["values"] == [9.0, 7.0, 6.0, 5.0])
+        await console.until("run/curves", loss, there=lambda found: found["curves"][0]["values"] == [9.0, 7.0, 6.0, 5.0])
         await again.close()
 
 
@@ -166,16 +119,16 @@ async def test_a_directory_alone(config: RunConfig) -> None:
             writer.add_scalar(f"perf/update_weights_{figure}", value, version)
     writer.add_scalar("perf/update_weights_time", math.nan, 2)
     writer.close()
-    async with served(RunSource(config.run.name, None, None, root)) as get:
-        panels = await answer(get, "run/panels", there=lambda found: len(found["panels"]) == 3)
+    async with console_of(config.run.name, None, None, root) as console:
+        panels = await console.until("run/panels", there=lambda found: len(found["panels"]) == 3)
         assert [panel["panel"] for panel in panels["panels"]] == ["reward", "loss", "critic"]
         assert panels["unreadable"] == {}
         query = (("tag", "train/loss"), ("points", 100), ("window", 3), ("first", 100), ("last", 2000))
-        (curve,) = (await answer(get, "run/curves", *query))["curves"]
+        (curve,) = (await console.until("run/curves", *query))["curves"]
         assert curve["steps"][0] == 100 and curve["steps"][-1] == 2000 and curve["total"] == 1901 and len(curve["x"]) <= 104
         assert all(mean == value - 1 for mean, value in zip(curve["smoothed"], curve["values"], strict=True))
-        assert (await answer(get, "weights/now"))["live"] == 1 and not (await answer(get, "weights/events"))["recorded"]
-        rows = (await answer(get, "weights/versions"))["versions"]
+        assert (await console.until("weights/now"))["live"] == 1 and not (await console.until("weights/events"))["recorded"]
+        rows = (await console.until("weights/versions"))["versions"]
         assert all(row[figure] is None for row in rows for figure in ("joining", "activation", "paused")), "no metric has them"
         assert [(row["version"], row["served"], row["seconds"], row["transfer"], row["stall"], row["gb_per_s"]) for row in rows] == [
             (version, True, 1.0, 0.5, 0.25, 2.0) for version in (1, 0)
@@ -194,9 +147,9 @@ async def test_bad_questions_are_refused_with_the_name_of_the_parameter(config: 
         ([("tag", "a"), ("run", "../beside")], 404, "run"),
         ([("tag", "a"), ("run", "")], 404, "run"),
     ]
-    async with served(RunSource(config.run.name, None, None, directory_of(config))) as get:
+    async with console_of(config.run.name, None, None, directory_of(config)) as console:
         for query, status, named in wrong:
-            found, told = await get("run/curves", *query)
+            found, told = await console.get("run/curves", *query)
             assert found == status and named in json.dumps(told["detail"]), query
 
 
@@ -209,17 +162,17 @@ async def test_a_run_that_is_begun_anew_is_read_from_its_beginning(nats: Embedde
         await runs.create(bus, config, valkey.url)
         for step in range(9):
             await publish_step(bus, names, step, train__loss=float(step))
-        async with served(RunSource("anew", nats.url, valkey.url, None)) as get:
+        async with console_of("anew", nats.url, valkey.url, None) as console:
             tag = ("tag", "train/loss")
-            await answer(get, "run/curves", tag, there=lambda found: found["curves"] and len(found["curves"][0]["x"]) == 9)
+            await console.until("run/curves", tag, there=lambda found: found["curves"] and len(found["curves"][0]["x"]) == 9)
             for stream in every_stream("anew"):
                 with contextlib.suppress(NotFoundError):  # one that only clients of the endpoint need
                     await bus.js.delete_stream(stream)
             await runs.create(bus, run_config(tmp_path, run={"name": "anew"}, rollout={"num_rollout": 77}), valkey.url)
             await publish_step(bus, names, 0, train__loss=-1.0)
-            found = await answer(get, "run/curves", tag, there=lambda found: found["curves"] and len(found["curves"][0]["x"]) == 1)
+            found = await console.until("run/curves", tag, there=lambda found: found["curves"] and len(found["curves"][0]["x"]) == 1)
             assert found["curves"][0]["values"] == [-1.0]
-            assert (await answer(get, "overview", there=lambda found: found["of"] == 77))["away"] is not None
+            assert (await console.until("overview", there=lambda found: found["of"] == 77))["away"] is not None
     finally:
         await bus.close()
 
@@ -268,21 +221,21 @@ async def test_sessions_are_listed_while_they_are_played(nats: EmbeddedNats, val
         await begun(sessions, logs[0], "two", 3, parent="one", shared=15)
         await sessions.extend(logs[0], TurnExtended(request="two", start=0, until=time.time() + 60, **drawn(4, 2)))
         await sessions.end(logs[2].session.id, SessionEnded(at=time.time(), reward=1.0))
-        async with served(RunSource(run, nats.url, valkey.url, None)) as get:
-            found = await answer(get, "samples/sessions", there=lambda page: page["total"] == 3)
+        async with console_of(run, nats.url, valkey.url, None) as console:
+            found = await console.until("samples/sessions", there=lambda page: page["total"] == 3)
             assert [row["group"] for row in found["sessions"]] == ["g00000000", "g00000001", "g00000003"] and found["agents"]
             first, second, _ = found["sessions"]
             figures = ("turns", "drawing", "tokens", "context", "oldest", "newest", "gateway", "engine", "replica", "rollout", "attempt")
             assert [first[name] for name in figures] == [1, 1, 9, 22, 1, 2, "gateway-0", "rollout-3", "rollout-7", 2, 1]
             assert first["opened"] <= first["asked"] <= found["now"] < first["deadline"]
             assert (second["turns"], second["drawing"], second["asked"], second["oldest"]) == (0, 0, None, None)
-            status, page = await get("samples/sessions", ("offset", 2), ("limit", 2))
+            status, page = await console.get("samples/sessions", ("offset", 2), ("limit", 2))
             assert status == 200 and [row["group"] for row in page["sessions"]] == ["g00000003"]
             await sessions.append(logs[0], TurnEnded(request="two", finish="length", **drawn(6, 2)))
             await sessions.end(logs[1].session.id, SessionEnded(at=time.time()))
             await opened(sessions, 9)
             wanted = ["g00000000", "g00000003", "g00000009"]
-            later = await answer(get, "samples/sessions", there=lambda page: [row["group"] for row in page["sessions"]] == wanted)
+            later = await console.until("samples/sessions", there=lambda page: [row["group"] for row in page["sessions"]] == wanted)
             assert [later["sessions"][0][name] for name in ("turns", "drawing", "tokens", "context")] == [2, 0, 11, 24]
     finally:
         await store.close()

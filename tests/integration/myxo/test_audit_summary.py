@@ -39,6 +39,7 @@ from shared.schema.ledger import (
 from shared.schema.messages import Attestation, Payload, SampleMeta, ScoredGroup, Trained
 from shared.schema.service_messages import ServiceEvent
 from tests.integration.myxo.command import Myxo
+from tests.integration.written_run import append
 from tests.support.run_config import run_config
 
 BEGIN = 1_700_000_000.0
@@ -94,8 +95,7 @@ async def write(bus: Bus, config: RunConfig, ledger: Sequence[LedgerRecord]) -> 
     """A run on the bus with this ledger, and what a trainer that was restarted after step 0 reported."""
     names = Subjects(config.run.name)
     await runs.create(bus, config, "unix:///nowhere")
-    for record in ledger:
-        await bus.publish(names.ledger(record.event()), record)
+    await append(bus, config.run.name, *ledger)
     for step, diff in ((0, 1.0), (0, 99.0), (1, 3.0)):
         metrics = {"agreement_abs_diff": diff, "agreement_tokens": 20.0}
         await bus.publish(names.event("trainer", "step"), Trained(step=step, version=step, started=0, ended=1, metrics=metrics))

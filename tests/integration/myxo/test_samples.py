@@ -12,13 +12,10 @@ import pytest
 from myxo.run.run_directory import RunDirectory, ServerUrls
 from shared.bus import runs
 from shared.bus.connection import Bus
-from shared.bus.subjects import Subjects
 from shared.config.run_config import RunConfig
 from shared.data import rollout_files
 from shared.data.rollout_files import RolloutRecord
 from shared.process.embedded_servers import EmbeddedNats, EmbeddedValkey
-from shared.schema import sample
-from shared.schema.digests import reference
 from shared.schema.ledger import (
     BatchFormed,
     BatchTrained,
@@ -26,14 +23,13 @@ from shared.schema.ledger import (
     GroupDead,
     GroupsAdmitted,
     GroupsScored,
-    LedgerRecord,
     VersionLive,
     group_id,
 )
-from shared.schema.messages import ScoredGroup
 from shared.schema.sample import Sample
 from shared.store.payload_store import Store
 from tests.integration.myxo.command import Myxo
+from tests.integration.written_run import append, scored_group
 from tests.support.run_config import run_config
 
 BEGIN = 1_700_000_000.0
@@ -62,28 +58,18 @@ def samples_of(number: int) -> list[Sample]:
 
 async def fill(bus: Bus, store: Store, config: RunConfig, store_url: str | None) -> None:
     """A run of five groups: 0 trained and freed, 1 trained, 2 in a batch (its payload lost), 3 dead, 4 ready."""
-    names = Subjects(config.run.name)
     await runs.create(bus, config, store_url)
     scored = []
     for number in (0, 1, 2, 4):
-        made = samples_of(number)
-        blobs = {names.payload_key(group_id(number), 0, part): blob for part, blob in enumerate(sample.encode(made, 1))}
+        known = {"rewards": [0.0, float(number)], "replica": f"rollout-{number}", "started": BEGIN, "ended": BEGIN + number}
+        group, blobs = scored_group(config.run.name, samples_of(number), **known)
+        scored.append(group)
         assert len(blobs) == 2
         if number not in (0, 2):
             await store.write(blobs)
-        scored.append(
-            ScoredGroup(
-                group=group_id(number),
-                attempt=0,
-                payload=reference(config.run.name, blobs, [entry.length for entry in made]),
-                samples=[entry.meta() for entry in made],
-                rewards=[0.0, float(number)],
-                replica=f"rollout-{number}",
-                started=BEGIN,
-                ended=BEGIN + number,
-            )
-        )
-    records: list[LedgerRecord] = [
+    await append(
+        bus,
+        config.run.name,
         VersionLive(version=0, at=BEGIN),
         GroupsAdmitted(first=0, count=5, version=0, at=BEGIN),
         GroupsScored(groups=scored, at=BEGIN + 5),
@@ -91,9 +77,7 @@ async def fill(bus: Bus, store: Store, config: RunConfig, store_url: str | None)
         *(BatchTrained(step=number, version=0, started=BEGIN + 6, ended=BEGIN + 8, at=BEGIN + 8) for number in range(2)),
         CheckpointDurable(steps=1, at=BEGIN + 9),
         GroupDead(group=group_id(3), reason="reward-0: the verifier hung", at=BEGIN + 10),
-    ]
-    for record in records:
-        await bus.publish(names.ledger(record.event()), record)
+    )
 
 
 @asynccontextmanager
