@@ -14,16 +14,20 @@ from pathlib import Path
 
 import pytest
 
+from services.trainer import control_client
+from services.trainer.commands import Leave
 from services.trainer.control_client import ControlClient
+from services.trainer.step_scheduler import BatchRequester
 from shared.bus import runs
 from shared.bus.connection import Bus
 from shared.bus.registry import Registry
 from shared.bus.subjects import Subjects
 from shared.process.embedded_servers import EmbeddedNats, EmbeddedValkey
 from shared.runtime.tasks import failures_reported
-from shared.schema.messages import EvalFigures, EvaluationsEnded, EvaluationsRequest
+from shared.schema.messages import EvalFigures, EvaluationsEnded, EvaluationsRequest, Trained
 from shared.schema.service_messages import ServiceStatus
 from shared.service.service_base import REFUSED_SECONDS
+from tests.support.pushing import Replicated
 from tests.support.run_config import run_config
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -58,7 +62,10 @@ run("reward", body)
 
 TRAINER = """
 import sys, time
+from services.trainer import control_client
+from services.trainer.commands import Leave
 from services.trainer.control_client import ControlClient
+from services.trainer.step_scheduler import BatchRequester
 from shared.bus.registry import Registry
 from shared.service.service_base import exit_code
 
@@ -190,6 +197,19 @@ def wait_for(what: str, condition: Callable[[], object], seconds: float = 30.0) 
     while not condition():
         assert time.monotonic() < end, f"{what} did not come within {seconds:g} s"
         time.sleep(0.005)
+
+
+def test_a_trainer_that_is_asked_to_stop_while_the_buffer_is_away_leaves_without_waiting_for_the_buffers_deadline(
+    signals: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(control_client, "STOP_SECONDS", 1.0)
+    with Replicated(tmp_path, tmp_path, replicas=0) as run:
+        asker = threading.Timer(1.0, os.kill, (os.getpid(), signal.SIGTERM))
+        asker.start()
+        assert BatchRequester(run.link, None, 600).next(0, 0) == Leave(done=False)
+        with pytest.raises(control_client.StopAsked, match="did not come from the buffer within 1 s; the trainer was asked to stop"):
+            run.link.trained(Trained(step=0, version=0, started=0.0, ended=0.0))
+        asker.join()
 
 
 @pytest.mark.extra
