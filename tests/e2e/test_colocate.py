@@ -18,6 +18,7 @@ from shared.process.embedded_servers import EmbeddedNats
 from shared.schema.ledger import BatchTrained, LedgerRecord
 from tests.e2e.launched import LaunchedRun, gauge
 from tests.support.rollout_reader import RolloutReader
+from tests.support.tables import rare
 
 RUN_SECONDS = 900
 MARGIN = 0.05
@@ -29,9 +30,7 @@ RISING = ("--level-groups", "2", "--passrate-threshold", "0")
 
 @pytest.mark.timeout(2 * RUN_SECONDS + 300)
 @pytest.mark.usefixtures("forked_engines")
-@pytest.mark.parametrize(
-    ("steps", "killed_after"), [pytest.param(3, None, id="short"), pytest.param(60, 3, id="a trainer's death", marks=pytest.mark.extra)]
-)
+@pytest.mark.parametrize(("steps", "killed_after"), [pytest.param(3, None, id="short"), rare(60, 3, id="a trainer's death")])
 def test_engines_sleep_while_the_trainer_trains(
     steps: int, killed_after: int | None, small_run: Callable[..., Path], tmp_path: Path
 ) -> None:

@@ -18,6 +18,7 @@ from shared.schema.messages import Batch, RunDone
 from tests.integration.buffer.conftest import SHORT, NewRun, on_mortal_servers
 from tests.integration.buffer.player import Player
 from tests.support.service_process import ServiceProcess
+from tests.support.tables import rare
 from tests.support.waiting import until
 
 
@@ -90,9 +91,7 @@ async def next_step(player: Player) -> int:
     return (await player.audit()).steps
 
 
-@pytest.mark.parametrize(
-    ("seed", "kills"), [(1, 2), pytest.param(1, 4, marks=pytest.mark.extra), pytest.param(2, 4, marks=pytest.mark.extra)]
-)
+@pytest.mark.parametrize(("seed", "kills"), [(1, 2), rare(1, 4), rare(2, 4)])
 async def test_a_run_with_the_buffer_killed_at_random_keeps_every_invariant(new_run: NewRun, seed: int, kills: int) -> None:
     dice = random.Random(seed)
     interval = 1 + seed % 2

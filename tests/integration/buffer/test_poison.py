@@ -25,6 +25,7 @@ from tests.integration.buffer.test_standby import LEASE_SECONDS, play_to_the_end
 from tests.support.garbage import GARBAGE
 from tests.support.run_config import write_jsonl
 from tests.support.service_process import ServiceProcess
+from tests.support.tables import rare
 from tests.support.waiting import until
 
 
@@ -246,9 +247,7 @@ async def test_a_buffer_at_work_and_one_on_standby_outlive_garbage_under_every_k
         await until(finished, "the phase of a run that is finished")
 
 
-@pytest.mark.parametrize(
-    ("key", "said"), [("config.config", "the config of run"), pytest.param("config.store", "the store of run", marks=pytest.mark.extra)]
-)
+@pytest.mark.parametrize(("key", "said"), [("config.config", "the config of run"), rare("config.store", "the store of run")])
 async def test_a_service_that_finds_a_config_it_cannot_read_ends_with_code_2_and_one_line(
     new_run: NewRun, nats: EmbeddedNats, tmp_path: Path, key: str, said: str
 ) -> None:

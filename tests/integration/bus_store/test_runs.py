@@ -20,6 +20,7 @@ from shared.schema.service_messages import LeaseStatus, ServiceStatus
 from shared.schema.weight_messages import WeightsLive
 from tests.support.garbage import GARBAGE
 from tests.support.run_config import run_config, write_jsonl
+from tests.support.tables import rare
 from tests.support.waiting import until
 
 
@@ -222,9 +223,7 @@ async def test_a_phase_that_is_none_is_written_anew_when_the_run_goes_on(bus: Bu
     assert await runs.phase(bus, run.run.name) == runs.RUNNING
 
 
-@pytest.mark.parametrize(
-    "kind", ["another message", *(pytest.param(kind, marks=pytest.mark.extra) for kind in ("no UTF-8", "nothing", "a version below all"))]
-)
+@pytest.mark.parametrize("kind", ["another message", *(rare(kind) for kind in ("no UTF-8", "nothing", "a version below all"))])
 async def test_a_lease_that_is_none_ends_neither_its_holder_nor_who_waits_and_one_of_them_acts(bus: Bus, run: RunConfig, kind: str) -> None:
     timing = LeaseTiming(1.5)
     holder, waiting = (LeaderLease(bus, run.run.name, "job", name, timing) for name in ("one", "two"))

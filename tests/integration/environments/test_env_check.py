@@ -20,6 +20,7 @@ from shared.process.child_process import ChildProcess
 from shared.process.embedded_servers import EmbeddedNats, free_port
 from shared.runtime.errors import MyxoError
 from tests.integration.environments.live import ROOT, EnvironmentProcess, mute_server, node_example, page_example, python_example
+from tests.support.tables import rare
 from tests.support.waiting import until
 
 NAMES = [
@@ -86,9 +87,7 @@ def short_describe(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("shared.environment.conformance.DESCRIBE_SECONDS", 1.0)
 
 
-@pytest.mark.parametrize(
-    "example", [pytest.param(python_example, id="python"), pytest.param(node_example, id="node", marks=pytest.mark.extra)]
-)
+@pytest.mark.parametrize("example", [pytest.param(python_example, id="python"), rare(node_example, id="node")])
 async def test_the_examples_keep_the_protocol(example: Callable[[int, Path], EnvironmentProcess], tmp_path: Path) -> None:
     port = free_port()
     with example(port, tmp_path / "example.log") as process:
@@ -130,20 +129,18 @@ async def test_an_environment_that_is_right_passes_and_says_what_it_gave(capsys:
         ("wrong-count", "one sample", "rewards has 2 entries; expected 1"),
         ("nan", "a group of 4", "rewards[3] is nan; expected a finite number"),
         ("late", "one sample", "late: the answer to score did not come within 1 s"),
-        pytest.param("late-describe", "describe", "late: the answer to describe did not come within 1 s", marks=pytest.mark.extra),
-        pytest.param("error-500", "one sample", "answered score with HTTP 500: the judge is ill", marks=pytest.mark.extra),
-        pytest.param("error-in-200", "one sample", "says: no such task", marks=pytest.mark.extra),
+        rare("late-describe", "describe", "late: the answer to describe did not come within 1 s"),
+        rare("error-500", "one sample", "answered score with HTTP 500: the judge is ill"),
+        rare("error-in-200", "one sample", "says: no such task"),
         ("bare-500", "one sample", "answered score with HTTP 500"),
-        pytest.param("other-version", "describe", "protocol is 2; expected 1", marks=pytest.mark.extra),
+        rare("other-version", "describe", "protocol is 2; expected 1"),
         ("redirect", "one sample", "answered score with HTTP 307, a redirect, which is not followed"),
         ("redirected-describe", "describe", "answered describe with HTTP 307, a redirect, which is not followed"),
-        pytest.param("non-json", "one sample", "expected JSON", marks=pytest.mark.extra),
-        pytest.param("too-large", "one sample", "answered score with more than 4194304 bytes", marks=pytest.mark.extra),
+        rare("non-json", "one sample", "expected JSON"),
+        rare("too-large", "one sample", "answered score with more than 4194304 bytes"),
         ("label-needed", "no label", "a prompt may have none: score it, or say why not; answered score with HTTP 500"),
-        pytest.param(
-            "label-needed-in-words", "no label", "AttributeError: 'NoneType' object has no attribute 'strip'", marks=pytest.mark.extra
-        ),
-        pytest.param("strict", "unknown fields in the request", "answered score with HTTP 422: unknown field", marks=pytest.mark.extra),
+        rare("label-needed-in-words", "no label", "AttributeError: 'NoneType' object has no attribute 'strip'"),
+        rare("strict", "unknown fields in the request", "answered score with HTTP 422: unknown field"),
     ],
 )
 async def test_a_fault_is_found_and_named(
@@ -304,7 +301,7 @@ def test_a_broken_agent_is_told_why(tmp_path: Path, fault: str) -> None:
     assert words in checks[name]["detail"]
 
 
-@pytest.mark.parametrize("kind", ["agent", *(pytest.param(kind, marks=pytest.mark.extra) for kind in ("command", "tools"))])
+@pytest.mark.parametrize("kind", ["agent", *(rare(kind) for kind in ("command", "tools"))])
 def test_skeletons_pass(tmp_path: Path, kind: str) -> None:
     (tmp_path / "mine.py").write_text(SKELETONS[kind].text("mine", "Mine"))
     tools = ["shared.agents.mcp_agent:play", "--agent-options", json.dumps({"servers": {"mine": [sys.executable, "mine.py"]}})]
@@ -369,8 +366,8 @@ def test_clients_are_answered_streamed_and_whole(tmp_path: Path, client: str) ->
     ("words", "field"),
     [
         (["nowhere:play"], "AGENT"),
-        pytest.param(["--agent-command", "/nowhere/program"], "--agent-command", marks=pytest.mark.extra),
-        pytest.param(["textwrap:indent", "--agent-options", "[1]"], "--agent-options", marks=pytest.mark.extra),
+        rare(["--agent-command", "/nowhere/program"], "--agent-command"),
+        rare(["textwrap:indent", "--agent-options", "[1]"], "--agent-options"),
         ([], "URL"),
     ],
 )

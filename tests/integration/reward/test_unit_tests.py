@@ -19,6 +19,7 @@ from shared.sandbox.program import SandboxSettings
 from shared.sandbox.sandbox import Sandbox, SandboxUnavailable
 from shared.sandbox.sandbox_command import bwrap_program
 from shared.schema.sample import Score
+from tests.support.tables import rare
 
 NAME = "unit_tests"
 SOON = 120.0
@@ -77,48 +78,30 @@ if __name__ == "__main__":
     [
         ("print(sum(map(int, input().split())))", SUM, (1.0, 1.0)),
         ("print(3)", SUM, (0.0, 0.5)),
-        pytest.param("print(sum(map(int, input().split())), ' ')", SUM, (1.0, 1.0), marks=pytest.mark.extra),
-        pytest.param("print(sum(map(int, input().split())))\nraise SystemExit(1)", SUM, (0.0, 0.0), marks=pytest.mark.extra),
-        pytest.param("import sys; print(sys.stdin.read().replace(' ', '+'))", SUM, (0.0, 0.0), marks=pytest.mark.extra),
+        rare("print(sum(map(int, input().split())), ' ')", SUM, (1.0, 1.0)),
+        rare("print(sum(map(int, input().split())))\nraise SystemExit(1)", SUM, (0.0, 0.0)),
+        rare("import sys; print(sys.stdin.read().replace(' ', '+'))", SUM, (0.0, 0.0)),
         ("def add(a, b): return a + b", ADD, (1.0, 1.0)),
-        pytest.param("def add(a, b): return 3", ADD, (0.0, 0.5), marks=pytest.mark.extra),
-        pytest.param("def add(a, b): return a + b\nif __name__ == '__main__':\n    input()", ADD, (1.0, 1.0), marks=pytest.mark.extra),
-        pytest.param("def add(a, b): return True + b", ADD, (0.0, 0.5), marks=pytest.mark.extra),
+        rare("def add(a, b): return 3", ADD, (0.0, 0.5)),
+        rare("def add(a, b): return a + b\nif __name__ == '__main__':\n    input()", ADD, (1.0, 1.0)),
+        rare("def add(a, b): return True + b", ADD, (0.0, 0.5)),
         ("def add(a, b: return a", ADD, (0.0, 0.0)),
-        pytest.param("def other(): pass", ADD, (0.0, 0.0), marks=pytest.mark.extra),
-        pytest.param("def add(a, b):\n    while True: pass", ADD, (0.0, 0.0), marks=pytest.mark.extra),
-        pytest.param("def add(a, b): return bytearray(1 << 40)", ADD, (0.0, 0.0), marks=pytest.mark.extra),
-        pytest.param(
-            "import collections\ndef count(s): return collections.Counter(s)",
-            "assert count('aab') == {'a': 2, 'b': 1}",
-            (1.0, 1.0),
-            marks=pytest.mark.extra,
-        ),
+        rare("def other(): pass", ADD, (0.0, 0.0)),
+        rare("def add(a, b):\n    while True: pass", ADD, (0.0, 0.0)),
+        rare("def add(a, b): return bytearray(1 << 40)", ADD, (0.0, 0.0)),
+        rare("import collections\ndef count(s): return collections.Counter(s)", "assert count('aab') == {'a': 2, 'b': 1}", (1.0, 1.0)),
         ("def f(x): return [x, (x,)]", {"inputs": [[1]], "outputs": [[1, [1]]], "fn_name": "f"}, (1.0, 1.0)),
-        pytest.param(
-            "class Solution:\n    def f(self, x): return x",
-            {"inputs": [["a"]], "outputs": ["a"], "fn_name": "f"},
-            (1.0, 1.0),
-            marks=pytest.mark.extra,
-        ),
+        rare("class Solution:\n    def f(self, x): return x", {"inputs": [["a"]], "outputs": ["a"], "fn_name": "f"}, (1.0, 1.0)),
         ("def f(x): return x", {"test": "def check(g):\n    assert g(1) == 1 and g([]) == []", "entry_point": "f"}, (1.0, 1.0)),
-        pytest.param(
-            "def f(x): return 1",
-            {"test": "def check(g):\n    assert g(1) == 1 and g([]) == []", "entry_point": "f"},
-            (0.0, 0.0),
-            marks=pytest.mark.extra,
-        ),
+        rare("def f(x): return 1", {"test": "def check(g):\n    assert g(1) == 1 and g([]) == []", "entry_point": "f"}, (0.0, 0.0)),
         ("def f(x): return x", PYTEST, (1.0, 1.0)),
-        pytest.param("def f(x): return 1", PYTEST, (0.0, 0.5), marks=pytest.mark.extra),
+        rare("def f(x): return 1", PYTEST, (0.0, 0.5)),
         ("def f(x): return x", UNITTEST, (1.0, 1.0)),
-        pytest.param("def f(x): return 1", UNITTEST, (0.0, 0.0), marks=pytest.mark.extra),
-        pytest.param(
-            "async def f(x): return x",
-            "async def test_f(): assert await f(1) == 1\nasync def test_g(): assert await f(1) == 2",
-            (0.0, 0.5),
-            marks=pytest.mark.extra,
+        rare("def f(x): return 1", UNITTEST, (0.0, 0.0)),
+        rare(
+            "async def f(x): return x", "async def test_f(): assert await f(1) == 1\nasync def test_g(): assert await f(1) == 2", (0.0, 0.5)
         ),
-        pytest.param("from __future__ import annotations\ndef f(x: X): return x", "assert f(1) == 1", (1.0, 1.0), marks=pytest.mark.extra),
+        rare("from __future__ import annotations\ndef f(x: X): return x", "assert f(1) == 1", (1.0, 1.0)),
     ],
 )
 async def test_the_share_of_tests_that_pass(pool: VerifierPool, code: str, label: Any, expected: tuple[float, float]) -> None:
@@ -128,13 +111,13 @@ async def test_the_share_of_tests_that_pass(pool: VerifierPool, code: str, label
 @pytest.mark.parametrize(
     "code",
     [
-        pytest.param("import os; os._exit(0)", marks=pytest.mark.extra),
-        pytest.param("import sys; sys.exit(0)", marks=pytest.mark.extra),
+        rare("import os; os._exit(0)"),
+        rare("import sys; sys.exit(0)"),
         "class Equal(int):\n    def __eq__(self, other): return True\n    def __repr__(self): return '3'\ndef add(a, b): return Equal(7)",
-        pytest.param("class Any:\n    def __eq__(self, other): return True\ndef add(a, b): return Any()", marks=pytest.mark.extra),
+        rare("class Any:\n    def __eq__(self, other): return True\ndef add(a, b): return Any()"),
         "import builtins; builtins.repr = lambda value: '3'; builtins.print = lambda *_: None\ndef add(a, b): return 0.5",
         "import os; os.write(3, b'0' * 32 + b'3')\nos._exit(0)",
-        pytest.param("def add(a, b): raise SystemExit(0)", marks=pytest.mark.extra),
+        rare("def add(a, b): raise SystemExit(0)"),
     ],
 )
 async def test_code_does_not_pass_without_an_answer(pool: VerifierPool, code: str) -> None:
@@ -147,7 +130,7 @@ async def test_code_does_not_pass_without_an_answer(pool: VerifierPool, code: st
     [
         "import os; os._exit(0)",
         "raise KeyboardInterrupt",
-        *(pytest.param(code, marks=pytest.mark.extra) for code in ("import sys; sys.exit(0)", "def f(x): raise SystemExit(0)")),
+        *(rare(code) for code in ("import sys; sys.exit(0)", "def f(x): raise SystemExit(0)")),
     ],
 )
 async def test_a_test_that_did_not_come_to_its_end_has_not_passed(pool: VerifierPool, code: str) -> None:
@@ -213,15 +196,11 @@ def circle():
     [
         "s = Stack(1); s.push((2, [3])); assert s.pop() == (2, [3]) and len(s) == 1 and list(s) == [1] and 1 in s and s[0] == 1",
         "import unittest\nclass T(unittest.TestCase):\n def test_a(self):\n  with self.assertRaisesRegex(Empty, 'noth'): Stack().pop()",
-        pytest.param("try: raw()\nexcept KeyError as error: assert error.args == ('k',)\nelse: assert False", marks=pytest.mark.extra),
-        pytest.param(
-            "assert isinstance(Stack(), Stack) and not isinstance(3, Stack) and not isinstance(Stack(), int)", marks=pytest.mark.extra
-        ),
-        pytest.param(
-            "assert Stack(1) + Stack(2) == Stack(1, 2) and Stack(1) != Stack(2) and str(Stack(1)) == 'Stack[1]'", marks=pytest.mark.extra
-        ),
+        rare("try: raw()\nexcept KeyError as error: assert error.args == ('k',)\nelse: assert False"),
+        rare("assert isinstance(Stack(), Stack) and not isinstance(3, Stack) and not isinstance(Stack(), int)"),
+        rare("assert Stack(1) + Stack(2) == Stack(1, 2) and Stack(1) != Stack(2) and str(Stack(1)) == 'Stack[1]'"),
         "d = Deep([1]); d.append(2); assert d.top() == 2 and d == [1, 2] and [1, 2] == d and d != [1]",
-        pytest.param("values = [3, 1, 2]; sort(values); assert values == [1, 2, 3]", marks=pytest.mark.extra),
+        rare("values = [3, 1, 2]; sort(values); assert values == [1, 2, 3]"),
         "values = [3, 1]; sort(values=values); assert values == [1, 3]",
         "import json\ntry: parse('{')\nexcept json.JSONDecodeError as error: assert (error.pos, error.doc) == (1, '{')\nelse: assert False",
         "import subprocess as s\ntry: call()\nexcept s.CalledProcessError as error: assert error.returncode == 3\nelse: assert False",
@@ -229,33 +208,23 @@ def circle():
         "try: circle()\nexcept Empty: pass\nelse: assert False",
         "try: refuse()\nexcept ValueError as e: assert e.code != 401 and 'in refuse' in e.__notes__[0]\nelse: assert False",
         "assert apply(lambda value: value * 2, [1, 2]) == [2, 4] and apply(str, [1]) == ['1']",
-        pytest.param("import itertools\nassert list(itertools.islice(evens(), 3)) == [0, 2, 4]", marks=pytest.mark.extra),
-        pytest.param(
-            "class Node:\n def __init__(self, value, next=None): self.value, self.next = value, next\nassert total(Node(1, Node(2))) == 3",
-            marks=pytest.mark.extra,
+        rare("import itertools\nassert list(itertools.islice(evens(), 3)) == [0, 2, 4]"),
+        rare(
+            "class Node:\n def __init__(self, value, next=None): self.value, self.next = value, next\nassert total(Node(1, Node(2))) == 3"
         ),
         "import contextlib, io\nwith contextlib.redirect_stdout(io.StringIO()) as o: greet('you')\nassert o.getvalue() == 'hello you\\n'",
         "import asyncio\nasync def go(): return await later(1)\nassert asyncio.run(go()) == 2 and asyncio.run(later(2)) == 3",
-        pytest.param("assert count('aab') == {'a': 2, 'b': 1} and count('aab').most_common(1) == [('a', 2)]", marks=pytest.mark.extra),
-        pytest.param(
-            "p = Point(1, 2); assert p.x == 1 and p == (1, 2) and Level.LOW == 1 and Level.LOW + 1 == 2 and Pair(1, 2) == Pair(1, b=2)",
-            marks=pytest.mark.extra,
-        ),
-        pytest.param("with opened() as five: assert five == 5", marks=pytest.mark.extra),
+        rare("assert count('aab') == {'a': 2, 'b': 1} and count('aab').most_common(1) == [('a', 2)]"),
+        rare("p = Point(1, 2); assert p.x == 1 and p == (1, 2) and Level.LOW == 1 and Level.LOW + 1 == 2 and Pair(1, 2) == Pair(1, b=2)"),
+        rare("with opened() as five: assert five == 5"),
         "assert abs(divide(1, b=3) - 1 / 3) < 1e-9 and divide(3) > 1 and round(divide(1, 3), 2) == 0.33 and math.isclose(divide(1), 0.5)",
         "from fractions import Fraction as F\nimport decimal as d\nassert divide(F(1), 3) == F(1, 3) and kinds(d.Decimal(1)) == 'Decimal'",
-        pytest.param(
-            "assert [*map(kinds, (bytearray(b'a'), {1}, (1, [2]), range(2), None))] == 'bytearray set tuple range NoneType'.split()",
-            marks=pytest.mark.extra,
-        ),
-        pytest.param(
-            "s = Stack(); s.name = 'mine'; assert s.name == 'mine' and hasattr(s, 'pop') and not hasattr(s, 'other')",
-            marks=pytest.mark.extra,
-        ),
-        pytest.param("assert biggest([list(range(100000)), [1]])[-1] == 99999", marks=pytest.mark.extra),
+        rare("assert [*map(kinds, (bytearray(b'a'), {1}, (1, [2]), range(2), None))] == 'bytearray set tuple range NoneType'.split()"),
+        rare("s = Stack(); s.name = 'mine'; assert s.name == 'mine' and hasattr(s, 'pop') and not hasattr(s, 'other')"),
+        rare("assert biggest([list(range(100000)), [1]])[-1] == 99999"),
         "v = [-0.0, 1e308, 2 + 3j, b'\\xff\\0', '\\ud800é', ..., None, True]; assert repr(apply(lambda x: x, v)) == repr(v)",
         "v = [9**9999, -(2**70000), 0, {(1, 2): {3}}, frozenset([4])]; assert apply(lambda x: x, v) == v",
-        pytest.param("n, i = apply(lambda x: x, [float('nan'), float('-inf')]); assert n != n and i == -math.inf", marks=pytest.mark.extra),
+        rare("n, i = apply(lambda x: x, [float('nan'), float('-inf')]); assert n != n and i == -math.inf"),
     ],
 )
 async def test_tests_use_code_of_another_process_as_they_would_their_own(pool: VerifierPool, test: str) -> None:
@@ -268,7 +237,7 @@ async def test_tests_use_code_of_another_process_as_they_would_their_own(pool: V
         "b'[' * 10**6",
         "b'[\"returned\",99]'",
         "b''",
-        *(pytest.param(sent, marks=pytest.mark.extra) for sent in ("b'{}'", "b'[\"list\",5]'", "b'\\xff'", "b'[1,2,3]x'", "b'\xfb\x04'")),
+        *(rare(sent) for sent in ("b'{}'", "b'[\"list\",5]'", "b'\\xff'", "b'[1,2,3]x'", "b'\xfb\x04'")),
     ],
 )
 async def test_what_the_code_sends_instead_of_an_answer_fails_the_tests(pool: VerifierPool, sent: str) -> None:
@@ -310,7 +279,7 @@ if any(re.search("assert x == [5]1|self.assertEqual.f.1., [5]1", text) for text 
 """
 
 
-@pytest.mark.parametrize("label", [pytest.param(FUNCTION, id="function", marks=pytest.mark.extra), pytest.param(METHODS, id="unittest")])
+@pytest.mark.parametrize("label", [rare(FUNCTION, id="function"), pytest.param(METHODS, id="unittest")])
 @pytest.mark.parametrize(
     "code",
     [
@@ -323,7 +292,7 @@ if any(re.search("assert x == [5]1|self.assertEqual.f.1., [5]1", text) for text 
         "import builtins as b, unittest as u\nu.TestCase.run = b.AssertionError = b.abs = lambda *_: 0\ndef f(x): return 0",
         "import sys, os\nopen('unittest.py', 'w').write('raise SystemExit(0)')\nsys.path.insert(0, os.getcwd())\ndef f(x): return 0",
         "import sys\np = sys._getframe(3).f_locals['self']\ndef f(x):\n  p._encoded = lambda _: ('written', ('os', '_exit', 0))",
-        pytest.param("def abs(x): return 0\ndef f(x): return 0", marks=pytest.mark.extra),
+        rare("def abs(x): return 0\ndef f(x): return 0"),
         FORGED,
         LOOKED_FOR,
     ],

@@ -16,6 +16,7 @@ from shared.sandbox.program import Program, ProgramResult, SandboxSettings, Stat
 from shared.sandbox.program_supervisor import ENTRY_BYTES
 from shared.sandbox.sandbox import Sandbox
 from tests.integration.sandbox.conftest import LIMITS
+from tests.support.tables import rare
 from tests.support.waiting import until
 
 BEYOND = 512 << 20
@@ -81,27 +82,21 @@ def nothing_is_left(box: Sandbox) -> Iterator[None]:
     ("source", "status"),
     [
         ("import os\nwhile True:\n    try: os.fork()\n    except OSError: pass", "processes"),
-        pytest.param(MANY_THREADS, "processes", marks=pytest.mark.extra),
+        rare(MANY_THREADS, "processes"),
         (HOPPING, "cpu_time"),
         ("held = []\nwhile True: held.append(b'x' * (1 << 20))", "memory"),
-        pytest.param("bytearray(1 << 40)", "memory", marks=pytest.mark.extra),
-        pytest.param(
-            "import mmap\nheld = mmap.mmap(-1, 1 << 30)\nfor at in range(0, 1 << 30, 4096): held[at] = 1", "memory", marks=pytest.mark.extra
-        ),
-        pytest.param(
-            "import os\nfor _ in range(4): os.fork()\nheld = b'x' * (30 << 20)\nwhile True: pass", "memory", marks=pytest.mark.extra
-        ),
-        pytest.param(
-            "import itertools\nfor number in itertools.count(): open(f'file{number}', 'w').close()", "memory", marks=pytest.mark.extra
-        ),
-        pytest.param(SPARSE, "memory", marks=pytest.mark.extra),
+        rare("bytearray(1 << 40)", "memory"),
+        rare("import mmap\nheld = mmap.mmap(-1, 1 << 30)\nfor at in range(0, 1 << 30, 4096): held[at] = 1", "memory"),
+        rare("import os\nfor _ in range(4): os.fork()\nheld = b'x' * (30 << 20)\nwhile True: pass", "memory"),
+        rare("import itertools\nfor number in itertools.count(): open(f'file{number}', 'w').close()", "memory"),
+        rare(SPARSE, "memory"),
         (UNREAD, "memory"),
-        pytest.param("while True: pass", "cpu_time", marks=pytest.mark.extra),
-        pytest.param("import os\nfor _ in range(2): os.fork()\nwhile True: pass", "cpu_time", marks=pytest.mark.extra),
+        rare("while True: pass", "cpu_time"),
+        rare("import os\nfor _ in range(2): os.fork()\nwhile True: pass", "cpu_time"),
         (f"{DEAF}\nwhile True: pass", "cpu_time"),
         ("while True: print('x' * 1000)", "output"),
-        pytest.param("import os\nwhile True: os.write(2, b'x' * 1000)", "output", marks=pytest.mark.extra),
-        pytest.param("import os\nwhile True: os.write(3, b'x' * 1000)", "output", marks=pytest.mark.extra),
+        rare("import os\nwhile True: os.write(2, b'x' * 1000)", "output"),
+        rare("import os\nwhile True: os.write(3, b'x' * 1000)", "output"),
         ("import os, signal; os.kill(os.getpid(), signal.SIGSEGV)", "signal"),
     ],
 )
@@ -117,11 +112,9 @@ def test_limits_hold_a_program_back(box: Sandbox, source: str, status: Status) -
 @pytest.mark.parametrize(
     "source",
     [
-        pytest.param("import time; time.sleep(1000)", marks=pytest.mark.extra),
+        rare("import time; time.sleep(1000)"),
         "import os, signal; os.kill(os.getpid(), signal.SIGSTOP)",
-        pytest.param(
-            "import signal, time\nsignal.signal(signal.SIGTERM, signal.SIG_IGN)\nwhile True: time.sleep(100)", marks=pytest.mark.extra
-        ),
+        rare("import signal, time\nsignal.signal(signal.SIGTERM, signal.SIG_IGN)\nwhile True: time.sleep(100)"),
     ],
 )
 def test_whoever_waits_or_stops_is_ended_by_the_clock(box: Sandbox, source: str) -> None:
@@ -138,9 +131,9 @@ def test_1_gb_of_output_is_cut_off(box: Sandbox) -> None:
 @pytest.mark.parametrize(
     "line",
     [
-        pytest.param("setsid sleep 1000 & exit 3", marks=pytest.mark.extra),
+        rare("setsid sleep 1000 & exit 3"),
         "(setsid sh -c 'trap \"\" TERM HUP INT; sleep 1000' &) ; exit 3",
-        pytest.param("for i in 1 2 3; do (sleep 1000 &) & done; exit 3", marks=pytest.mark.extra),
+        rare("for i in 1 2 3; do (sleep 1000 &) & done; exit 3"),
         "sleep 1000 & kill -STOP $!; exit 3",
     ],
 )
@@ -149,7 +142,7 @@ def test_daemons_end_with_their_program(box: Sandbox, line: str) -> None:
     assert (found.status, found.exit_code) == ("exit_code", 3)
 
 
-@pytest.mark.parametrize("number", [9, 15, *(pytest.param(number, marks=pytest.mark.extra) for number in (2, 19))])
+@pytest.mark.parametrize("number", [9, 15, *(rare(number) for number in (2, 19))])
 def test_signals_do_not_reach_the_supervisor(box: Sandbox, number: int) -> None:
     found = python(box, f"import os; os.kill(1, {number})")
     assert found.ok or b"PermissionError" in found.stderr

@@ -15,6 +15,7 @@ from shared.sandbox.coding_tools import LONGEST_ANSWER, TOOLS, CodingTools
 from shared.sandbox.program import SandboxSettings
 from tests.integration.sandbox.conftest import LIMITS
 from tests.support.http_server import http_server
+from tests.support.tables import rare
 
 TESTS = "assert add(1, 2) == 3\nassert add(-1, 1) == 0"
 
@@ -52,23 +53,16 @@ async def test_a_conversation_of_edits_and_tests(tools: CodingTools) -> None:
     ("name", "arguments", "answer"),
     [
         ("rm", "{}", "error: there is no tool 'rm'; use write_file, read_file, edit_file, run_file, run_tests"),
-        pytest.param("__class__", "{}", "error: there is no tool '__class__'", marks=pytest.mark.extra),
+        rare("__class__", "{}", "error: there is no tool '__class__'"),
         ("write_file", "{", "error: the arguments are no JSON"),
-        pytest.param("write_file", "[]", "error: the arguments must be a JSON object", marks=pytest.mark.extra),
-        pytest.param("write_file", '{"path": "a"}', "error: content is missing", marks=pytest.mark.extra),
-        pytest.param("write_file", '{"path": 1, "content": ""}', "error: path has to be text", marks=pytest.mark.extra),
-        pytest.param(
-            "write_file",
-            '{"path": "a", "content": "", "mode": "w"}',
-            "error: expected an object with path, content",
-            marks=pytest.mark.extra,
-        ),
-        pytest.param("write_file", '{"path": "a\\u0000", "content": ""}', "error: a path holds no zero bytes", marks=pytest.mark.extra),
+        rare("write_file", "[]", "error: the arguments must be a JSON object"),
+        rare("write_file", '{"path": "a"}', "error: content is missing"),
+        rare("write_file", '{"path": 1, "content": ""}', "error: path has to be text"),
+        rare("write_file", '{"path": "a", "content": "", "mode": "w"}', "error: expected an object with path, content"),
+        rare("write_file", '{"path": "a\\u0000", "content": ""}', "error: a path holds no zero bytes"),
         ("write_file", '{"path": "/usr/a", "content": ""}', "error: /usr/a: "),
         ("read_file", '{"path": "../etc/shadow"}', "error: ../etc/shadow: No such file or directory"),
-        pytest.param(
-            "edit_file", '{"path": "none", "old": "a", "new": "b"}', "error: none: No such file or directory", marks=pytest.mark.extra
-        ),
+        rare("edit_file", '{"path": "none", "old": "a", "new": "b"}', "error: none: No such file or directory"),
         ("run_file", '{"path": "-c"}', "ended with exit code 2"),
         ("run_tests", "", "0 of 2 tests passed"),
     ],
@@ -109,7 +103,7 @@ def said(content: str | None = None, **call: Any) -> dict[str, Any]:
     ("code", "reward"),
     [
         ("def add(a, b): return a + b", 1.0),
-        pytest.param("def add(a, b): return 3", 0.5, marks=pytest.mark.extra),
+        rare("def add(a, b): return 3", 0.5),
         ("import os; os._exit(0)", 0.0),
     ],
 )
@@ -143,17 +137,11 @@ def bench(box: object) -> Iterator[KernelBench]:
     ("source", "compiled", "correct", "feedback"),
     [
         (RELU, True, True, "times the reference's speed"),
-        pytest.param(
-            f"{HEAD} for (long i = 0; i < rows * columns; i++) out[i] = x[i]; }}",
-            True,
-            False,
-            "the largest difference is",
-            marks=pytest.mark.extra,
-        ),
-        pytest.param(f"{HEAD} }}", True, False, "the largest difference is 1e+09", marks=pytest.mark.extra),
+        rare(f"{HEAD} for (long i = 0; i < rows * columns; i++) out[i] = x[i]; }}", True, False, "the largest difference is"),
+        rare(f"{HEAD} }}", True, False, "the largest difference is 1e+09"),
         (f"{HEAD} *(int *)0 = 1; }}", True, False, "ended by signal 11"),
-        pytest.param(f"{HEAD} for (;;) ; }}", True, False, "ran out of", marks=pytest.mark.extra),
-        pytest.param(f"{HEAD} __builtin_exit(0); }}", True, False, "ended with exit code 0", marks=pytest.mark.extra),
+        rare(f"{HEAD} for (;;) ; }}", True, False, "ran out of"),
+        rare(f"{HEAD} __builtin_exit(0); }}", True, False, "ended with exit code 0"),
         ("#include <no.h>", False, False, "does not compile"),
     ],
 )

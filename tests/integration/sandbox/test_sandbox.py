@@ -26,6 +26,7 @@ from shared.sandbox.program import Program, SandboxSettings
 from shared.sandbox.sandbox import Sandbox, SandboxGone, SandboxPool, SandboxUnavailable, may_separate
 from shared.sandbox.sandbox_command import syscall_filter
 from tests.integration.sandbox.conftest import LIMITS
+from tests.support.tables import rare
 
 ROOT = Path(__file__).parents[3]
 RETURN = 0x06
@@ -45,16 +46,14 @@ def test_a_command_and_its_result(box: Sandbox) -> None:
     [
         (("print(input())",), 0, b"given\n", b""),
         (("x = 3", "print(x)"), 0, b"3\n", b""),
-        pytest.param(("import sys; sys.exit(300)",), 44, b"", b"", marks=pytest.mark.extra),
-        pytest.param(("import sys; sys.exit('reason')",), 1, b"", b"reason\n", marks=pytest.mark.extra),
+        rare(("import sys; sys.exit(300)",), 44, b"", b""),
+        rare(("import sys; sys.exit('reason')",), 1, b"", b"reason\n"),
         (("def f():\n    1 / 0\nf()",), 1, b"", b'File "main.py", line 2, in f\nZeroDivisionError: division by zero\n'),
         (("def f(:",), 1, b"", b"SyntaxError: invalid syntax\n"),
-        pytest.param(("import atexit; atexit.register(print, 'late')",), 0, b"late\n", b"", marks=pytest.mark.extra),
-        pytest.param(
-            ("import threading; threading.Timer(0.05, print, ('thread',)).start()",), 0, b"thread\n", b"", marks=pytest.mark.extra
-        ),
+        rare(("import atexit; atexit.register(print, 'late')",), 0, b"late\n", b""),
+        rare(("import threading; threading.Timer(0.05, print, ('thread',)).start()",), 0, b"thread\n", b""),
         (("import sys; print(__name__, sys.argv, sys.path[0], __file__)",), 0, b"__main__ ['main.py'] /sandbox /sandbox/main.py\n", b""),
-        pytest.param(("print(hash('a') == hash('a'), len({'a', 'b'}))",), 0, b"True 2\n", b"", marks=pytest.mark.extra),
+        rare(("print(hash('a') == hash('a'), len({'a', 'b'}))",), 0, b"True 2\n", b""),
         (("from concurrent.futures import ProcessPoolExecutor as P\nwith P(2) as p: print(sum(p.map(abs, [-1, -2])))",), 0, b"3\n", b""),
     ],
 )

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from shared.process.worker_pool import CallBlocked, CallLate, WorkerDied, WorkerFailed, WorkerPool
+from tests.support.tables import rare
 from tests.support.waiting import until
 
 SOON = 60.0
@@ -52,25 +53,17 @@ OTHERS = ("wait 1.0", "wait 1.1")
     ("what", "error", "words", "times"),
     [
         ("sleep", CallBlocked, "it held up its process for 1 s", (1, 1)),
-        pytest.param("spin", CallBlocked, "it held up its process for 1 s", (1, 1), marks=extra),
-        pytest.param("spin in a group", CallBlocked, "in _spin: BlockedCall", (1, 1), marks=extra),
-        pytest.param("swallow", WorkerDied, "process was killed: a call held it up for", (1, 2), marks=extra),
+        rare("spin", CallBlocked, "it held up its process for 1 s", (1, 1)),
+        rare("spin in a group", CallBlocked, "in _spin: BlockedCall", (1, 1)),
+        rare("swallow", WorkerDied, "process was killed: a call held it up for", (1, 2)),
         ("hold the interpreter", WorkerDied, "process was killed: a call held it up for", (1, 2)),
-        pytest.param("leave", WorkerFailed, r"CallExit: os\._exit\(3\)", (1, 1), marks=extra),
-        pytest.param("leave in a thread", WorkerFailed, r"CallExit: os\._exit\(3\)", (1, 1), marks=extra),
-        pytest.param("exit", WorkerFailed, "SystemExit: 4", (1, 1), marks=extra),
-        pytest.param("exit in a task", WorkerFailed, "CallExit: SystemExit: 4", (1, 1), marks=extra),
-        pytest.param(
-            "crash", WorkerDied, "ended in the middle of a call: Fatal Python error: Segmentation fault, File", (1, 2), marks=extra
-        ),
-        pytest.param(
-            "crash in a thread",
-            WorkerDied,
-            "ended in the middle of a call: Fatal Python error: Segmentation fault, File",
-            (1, 2),
-            marks=extra,
-        ),
-        pytest.param("stop the loop", WorkerDied, "process ended in the middle of a call", (2, 2), marks=extra),
+        rare("leave", WorkerFailed, r"CallExit: os\._exit\(3\)", (1, 1)),
+        rare("leave in a thread", WorkerFailed, r"CallExit: os\._exit\(3\)", (1, 1)),
+        rare("exit", WorkerFailed, "SystemExit: 4", (1, 1)),
+        rare("exit in a task", WorkerFailed, "CallExit: SystemExit: 4", (1, 1)),
+        rare("crash", WorkerDied, "ended in the middle of a call: Fatal Python error: Segmentation fault, File", (1, 2)),
+        rare("crash in a thread", WorkerDied, "ended in the middle of a call: Fatal Python error: Segmentation fault, File", (1, 2)),
+        rare("stop the loop", WorkerDied, "process ended in the middle of a call", (2, 2)),
     ],
 )
 async def test_a_call_that_misbehaves_costs_itself(
@@ -86,7 +79,7 @@ async def test_a_call_that_misbehaves_costs_itself(
     assert isinstance(await ask(pool, "wait 0"), int)
 
 
-@pytest.mark.parametrize("what", ["hang", pytest.param("hang in threads", marks=extra)])
+@pytest.mark.parametrize("what", ["hang", rare("hang in threads")])
 async def test_a_call_that_hangs_holds_up_nobody(started: Started, tmp_path: Path, what: str) -> None:
     pool = await started()
     hanging = [asyncio.create_task(ask(pool, what, deadline)) for deadline in (1.0, 1.5, 2.0)]
@@ -127,7 +120,7 @@ async def test_a_call_alone_has_a_process_for_which_nobody_waits(started: Starte
     assert len(pool.processes) == 1
 
 
-@pytest.mark.parametrize("number", [signal.SIGKILL, pytest.param(signal.SIGSTOP, marks=extra)])
+@pytest.mark.parametrize("number", [signal.SIGKILL, rare(signal.SIGSTOP)])
 async def test_a_call_whose_process_somebody_else_ends_is_made_once_more(started: Started, tmp_path: Path, number: signal.Signals) -> None:
     """Twice in a row it is the call's own fate: the kernel kills what takes all memory."""
     pool = await started()
