@@ -23,23 +23,14 @@ from shared.schema.digests import reference
 from shared.schema.messages import Batch, BatchGroup
 from shared.schema.sample import SampleLimits
 from shared.store.payload_store import BlockingStore, Store
+from tests.support.valid_messages import example
 
 OBJECTIVE = AlgorithmSection()
 
 
 def made(group: str, index: int, length: int, version: int) -> sample.Sample:
-    return sample.Sample(
-        group=group,
-        index=index,
-        prompt=np.asarray([1, 2], np.int32),
-        response=np.arange(length, dtype=np.int32) + 3,
-        log_probs=np.full(length, -0.5, np.float32),
-        mask=np.ones(length, np.uint8),
-        segments=[(0, length, version)],
-        finish="stop",
-        text="x",
-        label="1",
-    )
+    fields = {"prompt": [1, 2], "response": [*range(3, length + 3)], "log_probs": -0.5, "segments": [(0, length, version)]}
+    return example(sample.Sample, group=group, index=index, **fields)
 
 
 def test_samples_without_log_probs_are_told_to_every_rank(valkey: EmbeddedValkey, run_name: str) -> None:

@@ -29,6 +29,7 @@ from shared.schema.service_messages import ServiceStatus
 from shared.service.service_base import REFUSED_SECONDS
 from tests.support.pushing import Replicated
 from tests.support.run_config import run_config
+from tests.support.valid_messages import example
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -222,10 +223,7 @@ def test_fifty_starts_of_a_trainer_while_the_buffer_tells_of_an_evaluation(
 
     async def report() -> None:
         bus = await Bus.connect(nats.url, "test")
-        gauges = {"evaluations": 1.0}
-        status = ServiceStatus(
-            service="buffer", instance="buffer-0", host="h", pid=1, http="", state="ready", gauges=gauges, at=time.time()
-        )
+        status = example(ServiceStatus, service="buffer", instance="buffer-0", gauges={"evaluations": 1.0}, at=time.time())
         await Registry(bus, run_name).renew(status)
         await bus.close()
 

@@ -5,7 +5,6 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 
 from services.reward.reward_service import serve
@@ -29,6 +28,7 @@ from shared.store.payload_store import Store
 from tests.support.poison import Poison, poisoned
 from tests.support.run_config import run_config
 from tests.support.service_process import ServiceProcess
+from tests.support.valid_messages import example
 from tests.support.waiting import until
 
 VOCABULARY = 100
@@ -106,19 +106,10 @@ class Bench:
         ``turns``: the model's own, of samples that have more in them. ``roles``: of each sample.
         """
         samples = [
-            Sample(
-                group=group,
-                index=index,
-                prompt=np.array([1], np.int32),
-                response=np.arange(2, dtype=np.int32),
-                log_probs=np.zeros(2, np.float32),
-                mask=np.ones(2, np.uint8),
-                segments=[(0, 2, LIVE)],
-                finish="stop",
-                text=text,
-                prompt_text="40+2=",
-                label=label,
-                metadata={"level": 3},
+            example(
+                Sample,
+                **{"group": group, "index": index, "response": [0, 1], "segments": [(0, 2, LIVE)], "text": text},
+                **{"prompt_text": "40+2=", "label": label, "metadata": {"level": 3}},
                 rollout=index if rollouts is None else rollouts[index],
                 given_reward=(given or {}).get(index),
                 turns=(turns or {}).get(index, []),

@@ -56,20 +56,9 @@ class AgentBench:
         return await self.groups.group(task, earlier, self.in_flight, self.slots.take(TRAIN, task.n + surplus))
 
     def task(self, n: int = 2, **changes: Any) -> Task:
-        return Task(
-            **{
-                "group": "g00000007",
-                "n": n,
-                "prompt": "40+2=",
-                "prompt_tokens": np.array(agents.ASKED, np.int32),
-                "environment": "math",
-                "label": "42",
-                "metadata": {},
-                "sampling": Sampling(temperature=1.0, max_new_tokens=20),
-                "min_version": 0,
-                **changes,
-            }
-        )
+        asked = {"prompt": "40+2=", "prompt_tokens": np.array(agents.ASKED, np.int32), "environment": "math", "label": "42"}
+        sampling = Sampling(temperature=1.0, max_new_tokens=20)
+        return Task(**{"group": "g00000007", "n": n, **asked, "sampling": sampling, "min_version": 0, **changes})
 
     def serve(self, version: int) -> None:
         self.replica.served.serve(version, "")

@@ -5,7 +5,6 @@ import uuid
 from collections.abc import Callable
 from pathlib import Path
 
-import numpy as np
 from redis.asyncio import Redis
 
 from shared.bus import runs, streams
@@ -40,6 +39,7 @@ from shared.schema.weight_messages import WeightsLive
 from shared.store.payload_store import Store
 from tests.support.attesting import attested
 from tests.support.service_process import ServiceProcess
+from tests.support.valid_messages import example
 from tests.support.waiting import until
 
 
@@ -105,21 +105,8 @@ class Player:
     async def generate(self, task: Task, version: int | None = None) -> Scored:
         """Writes the samples of a task's group, all on one version, and returns what a reward service would say of them."""
         version = self.version if version is None else version
-        samples = [
-            Sample(
-                group=task.group,
-                index=index,
-                prompt=task.prompt_tokens,
-                response=np.arange(3, dtype=np.int32),
-                log_probs=np.zeros(3, np.float32),
-                mask=np.ones(3, np.uint8),
-                segments=[(0, 3, version)],
-                finish="stop",
-                text="2",
-                label=task.label,
-            )
-            for index in range(task.n)
-        ]
+        fields = {"group": task.group, "prompt": task.prompt_tokens, "response": [0, 1, 2], "segments": [(0, 3, version)], "text": "2"}
+        samples = [example(Sample, index=index, label=task.label, **fields) for index in range(task.n)]
         return await self.scored(task, samples, [float(index % 2) for index in range(task.n)])
 
     async def scored(self, task: Task, samples: list[Sample], rewards: list[float]) -> Scored:
@@ -129,17 +116,9 @@ class Player:
         generation = uuid.uuid4().hex
         written = {self.names.payload_key(task.group, task.attempt, part, generation): blob for part, blob in enumerate(blobs)}
         await self.store.write(written)
-        return Scored(
-            group=task.group,
-            attempt=task.attempt,
-            payload=reference(self.names.run, written, lengths),
-            samples=metas,
-            rewards=rewards,
-            replica="replica-1",
-            environment=task.environment,
-            started=time.time(),
-            ended=time.time(),
-        )
+        fields = {"payload": reference(self.names.run, written, lengths), "samples": metas, "rewards": rewards, "replica": "replica-1"}
+        times = {"started": time.time(), "ended": time.time()}
+        return Scored(group=task.group, attempt=task.attempt, environment=task.environment, **fields, **times)
 
     async def say(self, outcome: Outcome) -> None:
         role = ROLLOUT if isinstance(outcome, Interrupted | Wanted | Evaluated) else REWARD

@@ -17,20 +17,17 @@ from shared.bus.registry import Registry
 from shared.bus.subjects import Subjects
 from shared.process.embedded_servers import EmbeddedNats, EmbeddedValkey
 from shared.schema.ledger import BatchFormed, BatchTrained, GroupDead, GroupsAdmitted, GroupsScored, LedgerRecord, LedgerRepaired, group_id
-from shared.schema.messages import Payload, SampleMeta, ScoredGroup
+from shared.schema.messages import SampleMeta, ScoredGroup
 from shared.schema.service_messages import MetricsWritten, ServiceEvent, ServiceStatus
 from tests.integration.console.conftest import console_of
 from tests.integration.written_run import append
 from tests.support.run_config import run_config
+from tests.support.valid_messages import example
 
 
 def scored(number: int, began: float, seconds: float, replica: str, reward: float) -> ScoredGroup:
-    samples = [SampleMeta(tokens=20, oldest=0, newest=0, finish="length", trained=20)] * 2
-    times = {"started": began, "ended": began + seconds}
-    payload = Payload(keys=["k"], bytes=1)
-    return ScoredGroup(
-        group=group_id(number), attempt=0, payload=payload, samples=samples, replica=replica, rewards=[reward, reward], **times
-    )
+    fields = {"samples": [SampleMeta(tokens=20, oldest=0, newest=0, finish="length", trained=20)] * 2, "rewards": [reward, reward]}
+    return example(ScoredGroup, group=group_id(number), replica=replica, started=began, ended=began + seconds, **fields)
 
 
 def step(number: int, began: float) -> list[LedgerRecord]:

@@ -35,20 +35,8 @@ class Bench:
         self.working.append(asyncio.create_task(rollout.stop_stale()))
 
     async def task(self, group: str = "g00000007", n: int = 2, **changes: Any) -> None:
-        task = Task(
-            group=group,
-            n=n,
-            prompt_tokens=PROMPT,
-            environment="math",
-            **{
-                "prompt": "40+2=",
-                "label": "42",
-                "metadata": {"level": 3},
-                "sampling": Sampling(temperature=1.0, max_new_tokens=20),
-                "min_version": 0,
-                **changes,
-            },
-        )
+        asked = {"prompt": "40+2=", "label": "42", "metadata": {"level": 3}, "sampling": Sampling(temperature=1.0, max_new_tokens=20)}
+        task = Task(group=group, n=n, prompt_tokens=PROMPT, environment="math", **{**asked, "min_version": 0, **changes})
         await self.service.bus.publish(self.service.subjects.task(EVAL if group.startswith("eval.") else TRAIN), task)
 
     async def evaluation(self, version: int = 0, seconds: float = 240.0) -> None:

@@ -11,8 +11,6 @@ import time
 import uuid
 from pathlib import Path
 
-import numpy as np
-
 from shared.bus.streams import task_consumer
 from shared.bus.subjects import EVAL, ROLLOUT, TRAIN
 from shared.bus.work_queue import MessageLease, WorkQueue
@@ -23,6 +21,7 @@ from shared.schema.sample import Sample
 from shared.schema.weight_messages import WeightsLive
 from shared.service.service_base import Service, run
 from tests.support.real_declarations import declare_as
+from tests.support.valid_messages import example
 
 declare_as("rollout/rollout_service.py", "rollout/replica.py")
 
@@ -78,16 +77,9 @@ class Rollout:
         generation, keys = uuid.uuid4().hex, service.subjects.payload_key
         written = {keys(task.group, task.attempt, part, generation): blob for part, blob in enumerate(blobs)}
         await service.store.write(written)
-        message = Generated(
-            group=task.group,
-            attempt=task.attempt,
-            payload=reference(service.run, written, [one.length for one in samples]),
-            samples=[one.meta() for one in samples],
-            replica=service.instance,
-            environment=task.environment,
-            started=started,
-            ended=time.time(),
-        )
+        made = {"payload": reference(service.run, written, [one.length for one in samples]), "samples": [one.meta() for one in samples]}
+        of_task = {"group": task.group, "attempt": task.attempt, "environment": task.environment}
+        message = Generated(**of_task, **made, replica=service.instance, started=started, ended=time.time())
         await service.bus.publish(
             service.subjects.generated(task.environment), self.sent(task, message), msg_id=f"{task.group}.{task.attempt}", deadline=120
         )
@@ -116,18 +108,9 @@ class Rollout:
 
     def _sample(self, task: Task, index: int) -> Sample:
         right = self._dice.random() < min(0.9, 0.2 + 0.05 * self._service.version)
-        return Sample(
-            group=task.group,
-            index=index,
-            prompt=task.prompt_tokens,
-            response=np.arange(RESPONSE_TOKENS, dtype=np.int32),
-            log_probs=np.full(RESPONSE_TOKENS, -1.0, dtype=np.float32),
-            mask=np.ones(RESPONSE_TOKENS, dtype=np.uint8),
-            segments=[(0, RESPONSE_TOKENS, self._service.version)],
-            finish="stop",
-            text=str(task.label) if right else "wrong",
-            label=task.label,
-        )
+        text, segments = str(task.label) if right else "wrong", [(0, RESPONSE_TOKENS, self._service.version)]
+        fields = {"prompt": task.prompt_tokens, "response": [*range(RESPONSE_TOKENS)], "log_probs": -1.0, "segments": segments}
+        return example(Sample, group=task.group, index=index, text=text, label=task.label, **fields)
 
 
 async def serve(service: Service) -> None:

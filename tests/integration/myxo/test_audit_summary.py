@@ -49,16 +49,8 @@ def scored(number: int, reward: float, oldest: int, at: float) -> ScoredGroup:
     samples = [
         SampleMeta(tokens=10, oldest=oldest, newest=oldest, finish="stop", trained=10, digest=number << 32 | index) for index in range(2)
     ]
-    return ScoredGroup(
-        group=group_id(number),
-        attempt=0,
-        payload=Payload(keys=[f"k{number}"], bytes=1),
-        samples=samples,
-        rewards=[reward, reward],
-        replica="rollout-0",
-        started=BEGIN + at,
-        ended=BEGIN + at + 2,
-    )
+    fields = {"samples": samples, "rewards": [reward, reward], "replica": "rollout-0", "started": BEGIN + at, "ended": BEGIN + at + 2}
+    return ScoredGroup(group=group_id(number), attempt=0, payload=Payload(keys=[f"k{number}"], bytes=1), **fields)
 
 
 def attested(*numbers: int) -> Attestation:

@@ -6,7 +6,6 @@ import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
 
-import numpy as np
 import pytest
 
 from services.reward.scorer import CustomScorer, HooksPool, Verification, VerifierPool
@@ -17,6 +16,7 @@ from shared.rewards.reference import Reference
 from shared.runtime.errors import DeadlineExceeded
 from shared.schema.sample import Sample, Score
 from tests.support.run_config import run_config
+from tests.support.valid_messages import example
 
 SOON = 60.0
 """A deadline that a healthy verifier does not reach on a slow machine."""
@@ -212,13 +212,7 @@ async def started_hooks(tmp_path: Path) -> AsyncIterator[StartedHooks]:
 
 
 def group(text: str) -> list[Sample]:
-    ones = np.ones(2, np.uint8)
-    tokens = np.arange(2, dtype=np.int32)
-    sample = Sample(
-        group=f"g-{text}", index=0, prompt=tokens, response=tokens, log_probs=np.zeros(2, np.float32), mask=ones, segments=[(0, 2, 3)],
-        finish="stop", text=text, prompt_text="40+2=", label="42", metadata={}, rollout=0,
-    )  # fmt: skip
-    return [sample]
+    return [example(Sample, group=f"g-{text}", text=text, prompt_text="40+2=", label="42")]
 
 
 async def scored(pool: HooksPool, *texts: str) -> list[float | str]:

@@ -20,6 +20,7 @@ from shared.schema.weight_messages import WeightsLive
 from shared.service.service_base import Service
 from tests.chaos.link_proxy import EVERYBODY, LinkProxy, LinkState
 from tests.support.run_config import run_config
+from tests.support.valid_messages import example
 from tests.support.waiting import until
 
 SECONDS = 60.0
@@ -29,9 +30,8 @@ LEASE = SimpleNamespace(message=TASK, published=17)  # what the outcomes read of
 
 
 def samples() -> list[Sample]:
-    response, log_probs = np.arange(5, dtype=np.int32), np.full(5, -1.0, np.float32)
-    arrays = {"prompt": TASK.prompt_tokens, "response": response, "log_probs": log_probs, "mask": np.ones(5, np.uint8)}
-    return [Sample(group="g0", index=at, segments=[(0, 5, 3)], finish="stop", text="2", prompt_text="1+1=", **arrays) for at in range(2)]
+    fields = {"group": "g0", "prompt": TASK.prompt_tokens, "response": [*range(5)], "log_probs": -1.0, "segments": [(0, 5, 3)]}
+    return [example(Sample, **fields, index=at, text="2", prompt_text="1+1=") for at in range(2)]
 
 
 class Site:

@@ -25,21 +25,13 @@ from shared.schema.sample import Sample
 from shared.view.group_history import GroupRecord
 from tests.support.run_config import run_config
 from tests.support.tables import table
+from tests.support.valid_messages import example
 
 
 def sample(index: int = 0, **changes: Any) -> Sample:
-    fields: dict[str, Any] = {
-        "group": "g00000001",
-        "index": index,
-        "prompt": np.array([1, 2, 3], np.int32),
-        "response": np.array([10, 11, 12, 13, 14], np.int32),
-        "log_probs": np.array([-0.5, -1.5, np.nan, -0.1, -2.0], np.float32),
-        "mask": np.array([1, 1, 0, 1, 1], np.uint8),
-        "segments": [(0, 2, 3), (2, 5, 4)],
-        "finish": "stop",
-        "text": "all of it",
-    }
-    return Sample(**{**fields, **changes})
+    of_tokens = {"log_probs": [-0.5, -1.5, np.nan, -0.1, -2.0], "mask": [1, 1, 0, 1, 1], "segments": [(0, 2, 3), (2, 5, 4)]}
+    fields = {"group": "g00000001", "prompt": [1, 2, 3], "response": [10, 11, 12, 13, 14], "text": "all of it", **of_tokens}
+    return example(Sample, index=index, **{**fields, **changes})
 
 
 def group(rewards: tuple[float, ...] = (0.0, 1.0), **changes: Any) -> GroupRecord:

@@ -38,6 +38,7 @@ from shared.schema.sample import Sample
 from shared.view.group_history import STATUSES, GroupHistory, GroupRecord, ProvenanceStep, kept_group
 from shared.view.group_index import GroupIndex, GroupQuery
 from tests.support import tables
+from tests.support.valid_messages import example
 
 
 def names(*numbers: int) -> list[str]:
@@ -54,19 +55,10 @@ def test_files_alone_give_no_reward_to_a_group_that_was_never_scored() -> None:
 
 
 def scored(number: int, rewards: tuple[float, ...], versions: tuple[int, int] = (0, 0), tokens: int = 5, attempt: int = 0) -> ScoredGroup:
-    return ScoredGroup(
-        group=group_id(number),
-        attempt=attempt,
-        payload=Payload(keys=[f"k{number}.{attempt}"], bytes=1),
-        samples=[
-            SampleMeta(tokens=tokens + index, trained=tokens + index, oldest=versions[0], newest=versions[1], finish="stop")
-            for index in range(len(rewards))
-        ],
-        rewards=list(rewards),
-        replica="rollout-0",
-        started=100.0,
-        ended=103.5,
-    )
+    lengths = range(tokens, tokens + len(rewards))
+    samples = [SampleMeta(tokens=of, trained=of, oldest=versions[0], newest=versions[1], finish="stop") for of in lengths]
+    fields = {"samples": samples, "rewards": list(rewards), "replica": "rollout-0", "started": 100.0, "ended": 103.5}
+    return ScoredGroup(group=group_id(number), attempt=attempt, payload=Payload(keys=[f"k{number}.{attempt}"], bytes=1), **fields)
 
 
 # 0, 1 trained and durable; 2, 3 in the batch of step 1; 4 dropped; 5 dead; 6 ready in its second attempt; 7 requeued; 8 outstanding
@@ -206,21 +198,10 @@ def test_a_group_in_a_batch_and_one_trained_but_not_durable_have_their_samples()
 
 
 def sample(index: int = 0, **changes: object) -> Sample:
-    fields: dict[str, object] = {
-        "group": group_id(2),
-        "index": index,
-        "prompt": np.array([7, 8], dtype=np.int32),
-        "response": np.array([11, 12, 13, 14, 15], dtype=np.int32),
-        "log_probs": np.array([-0.5, -1.25, np.nan, -2.0, -0.125], dtype=np.float32),
-        "mask": np.array([1, 1, 0, 1, 1], dtype=np.uint8),
-        "segments": [(0, 3, 0), (3, 5, 1)],
-        "finish": "stop",
-        "text": "fünf\x1b[2J",
-        "prompt_text": "2+3=",
-        "label": "5",
-        "metadata": {"level": 2, "odd": float("inf"), "array": np.array([1, 2])},
-    }
-    return Sample(**{**fields, **changes})  # type: ignore[arg-type]
+    of_tokens = {"log_probs": [-0.5, -1.25, np.nan, -2.0, -0.125], "mask": [1, 1, 0, 1, 1], "segments": [(0, 3, 0), (3, 5, 1)]}
+    fields = {"group": group_id(2), "prompt": [7, 8], "response": [11, 12, 13, 14, 15], **of_tokens, "text": "fünf\x1b[2J", "label": "5"}
+    metadata = {"level": 2, "odd": float("inf"), "array": np.array([1, 2])}
+    return example(Sample, **{**fields, "index": index, "prompt_text": "2+3=", "metadata": metadata, **changes})
 
 
 def printed(number: int, samples: list[Sample], index: int | None, absent: str | None = None) -> str:

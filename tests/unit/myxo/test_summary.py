@@ -39,12 +39,13 @@ from shared.schema.ledger import (
     VersionLive,
     group_id,
 )
-from shared.schema.messages import Payload, SampleMeta, ScoredGroup, Trained
+from shared.schema.messages import SampleMeta, ScoredGroup, Trained
 from shared.schema.service_messages import ServiceEvent, WarmStartEnded
 from shared.view.run_summary import GroupCounts, SummaryTally
 from tests.support import tables
 from tests.support.attested_ledger import attested
 from tests.support.run_config import run_config
+from tests.support.valid_messages import example
 
 
 @pytest.mark.parametrize(
@@ -100,17 +101,7 @@ def test_a_list_of_copies_shows_what_they_have_and_not_the_original(tmp_path: Pa
 
 def scored(number: int, rewards: tuple[float, float], oldest: int, started: float, ended: float, tokens: int = 5) -> ScoredGroup:
     samples = [SampleMeta(tokens=tokens, trained=tokens - 1, oldest=oldest, newest=oldest, finish="stop") for _ in rewards]
-    payload = Payload(keys=[f"k{number}"], bytes=1)
-    return ScoredGroup(
-        group=group_id(number),
-        attempt=0,
-        payload=payload,
-        samples=samples,
-        rewards=list(rewards),
-        replica="r",
-        started=started,
-        ended=ended,
-    )
+    return example(ScoredGroup, group=group_id(number), samples=samples, rewards=list(rewards), started=started, ended=ended)
 
 
 def evaluation(version: int, mean: float, samples: int = 4) -> EvalEnded:

@@ -13,6 +13,7 @@ from shared.view.live_services import InstanceStatus
 from shared.view.run_view import EvaluationLine, run_view
 from shared.view.stall import RunSituation, run_stall
 from tests.support.run_config import run_config
+from tests.support.valid_messages import example
 
 NOW = time.time()
 
@@ -23,25 +24,14 @@ def config(tmp_path: Path) -> RunConfig:
 
 
 def service(kind: str, state: str = "ready", *, number: int = 0, at: float = NOW, version: int = -1, **gauges: float) -> ServiceStatus:
-    return ServiceStatus(
-        service=kind, instance=f"{kind}-{number}", host="h", pid=1, http="", state=state, version=version, gauges=gauges, at=at
-    )
+    return example(ServiceStatus, service=kind, instance=f"{kind}-{number}", state=state, version=version, gauges=gauges, at=at)
 
 
 def status(
     service: str, *, number: int = 0, due_in: float | None = None, restarts: int = 0, started_at: float = NOW - 50
 ) -> InstanceStatus:
-    return InstanceStatus(
-        service=service,
-        instance=f"{service}-{number}",
-        pid=1,
-        restarts=restarts,
-        ready=True,
-        lived=50.0,
-        started_at=started_at,
-        due_in=due_in,
-        last_code=-9 if due_in is not None else None,
-    )
+    code = None if due_in is None else -9
+    return InstanceStatus(service, f"{service}-{number}", 1, restarts, True, 50.0, started_at, due_in, code)
 
 
 def evaluated(dataset: str, mean: float, version: int) -> dict[str, float]:
@@ -176,9 +166,8 @@ def test_every_wait_is_worth_a_line_until_there_is_one_more_step(config: RunConf
 
 
 def environment(name: str, state: str = "ready", detail: str = "") -> ServiceStatus:
-    return ServiceStatus(
-        service="environment", instance=name, host="", pid=0, http="http://judge:8080", state=state, detail=detail, at=NOW - 90
-    )
+    fields = {"service": "environment", "instance": name, "http": "http://judge:8080", "state": state, "detail": detail, "at": NOW - 90}
+    return example(ServiceStatus, **fields)
 
 
 def test_environments_stand_after_the_services_whatever_they_are_called(config: RunConfig) -> None:
