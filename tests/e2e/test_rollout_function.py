@@ -21,22 +21,9 @@ FLAGS = (
 )
 
 
-@pytest.mark.extra  # integration/engine has rollout functions on an engine, and their takeovers
-@pytest.mark.timeout(RUN_SECONDS + 300)
-def test_a_fully_asynchronous_rollout_function_trains(small_run: Callable[..., Path], tmp_path: Path) -> None:
-    config = small_run("pool", steps=3, staleness=1)
-    with LaunchedRun(config, tmp_path / "runs" / "pool", "pool", FLAGS) as run:
-        assert run.wait(RUN_SECONDS) == 0, run.said()
-        summary = run.summary()
-    assert (summary["audit"], summary["steps"]) == ("ok", 3)
-    assert summary["groups"]["trained"] == 12  # type: ignore[index]
-    assert summary["max_staleness_seen"] <= 1  # type: ignore[operator]
-    assert any("rollout_function_ended" in log.read_text() for log in (tmp_path / "runs" / "pool" / "logs").glob("rollout*.log"))
-
-
 @pytest.mark.extra
 @pytest.mark.timeout(2 * RUN_SECONDS)
-def test_its_process_is_killed_and_no_group_is_lost(small_run: Callable[..., Path], tmp_path: Path) -> None:
+def test_a_fully_asynchronous_rollout_function_trains_and_its_deaths_lose_no_group(small_run: Callable[..., Path], tmp_path: Path) -> None:
     """kill -9 of the function's process, twice, and of the whole rollout service, while the run trains."""
     steps = 20
     config = small_run("kills", steps=steps, staleness=2)
@@ -52,6 +39,7 @@ def test_its_process_is_killed_and_no_group_is_lost(small_run: Callable[..., Pat
     assert (summary["audit"], summary["steps"]) == ("ok", steps)
     assert summary["groups"]["trained"] == 4 * steps  # type: ignore[index]
     assert summary["max_staleness_seen"] <= 2  # type: ignore[operator]
+    assert any("rollout_function_ended" in log.read_text() for log in (tmp_path / "runs" / "kills" / "logs").glob("rollout*.log"))
 
 
 def trained(cards: list[ServiceStatus]) -> float:

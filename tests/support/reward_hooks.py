@@ -88,12 +88,6 @@ async def judge(args: Arguments, sample: HookSample, **_: Any) -> float:
             await asyncio.sleep(float(number))
         case "compute":
             time.sleep(float(number))
-        case "spin":
-            await asyncio.sleep(0.2)  # the others are in hand by then
-            time.sleep(3600)
-        case "die":
-            await asyncio.sleep(0.2)
-            os._exit(3)
     return float(number or 0)
 
 

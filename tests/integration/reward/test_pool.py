@@ -259,22 +259,6 @@ async def test_a_late_group_is_cancelled_and_the_others_are_not(started_hooks: S
     assert len(pool.processes) == 1
 
 
-async def test_a_group_that_blocks_the_loop_is_killed_and_the_others_are_scored_elsewhere(
-    started_hooks: StartedHooks, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("shared.process.worker_pool.LOOP_SECONDS", 1.0)
-    pool = await started_hooks(2.0)
-    assert await scored(pool, "wait 0.5", "spin", "wait 0.6") == [0.5, late("process was killed", 2.0), 0.6]
-
-
-@pytest.mark.extra
-async def test_a_group_that_ends_the_process_costs_no_other(started_hooks: StartedHooks) -> None:
-    pool = await started_hooks()
-    one, dead, other = await scored(pool, "wait 0.5", "die", "wait 0.6")
-    assert (one, other) == (0.5, 0.6)
-    assert dead == f"the functions {JUDGE}'s process ended in the middle of a call"
-
-
 @pytest.mark.extra
 async def test_async_functions_that_never_wait_have_their_deadlines_one_after_the_other(started_hooks: StartedHooks) -> None:
     pool = await started_hooks(3.0)
