@@ -9,12 +9,8 @@ from agentscope.message import UserMsg
 from agentscope.model import OpenAIChatModel
 from agentscope.permission import PermissionBehavior, PermissionDecision
 from agentscope.tool import FunctionTool, ToolChoice, Toolkit
-from play import AGAIN, ASK
-from pydantic import BaseModel
-
-
-class Sum(BaseModel):
-    sum: int
+from form import Sum
+from play import AGAIN, ASK, awaited
 
 
 def agent_of(base_url, api_key, model, **options):
@@ -48,28 +44,24 @@ def stream(*where):
     return said(asyncio.run(agent.reply(UserMsg("user", ASK["stream"]))))
 
 
-def required(*where):
-    async def played():
-        agent = agent_of(*where, toolkit=toolkit())
-        model = agent.model
+@awaited
+async def required(*where):
+    agent = agent_of(*where, toolkit=toolkit())
+    model = agent.model
 
-        class Required(type(model)):
-            async def __call__(self, messages, tools=None, tool_choice=None, **more):
-                first = not any(message.get_content_blocks("tool_result") for message in messages)
-                return await super().__call__(messages, tools, ToolChoice(mode="required") if first else tool_choice, **more)
+    class Required(type(model)):
+        async def __call__(self, messages, tools=None, tool_choice=None, **more):
+            first = not any(message.get_content_blocks("tool_result") for message in messages)
+            return await super().__call__(messages, tools, ToolChoice(mode="required") if first else tool_choice, **more)
 
-        model.__class__ = Required
-        return said(await agent.reply(UserMsg("user", ASK["required"])))
-
-    return asyncio.run(played())
+    model.__class__ = Required
+    return said(await agent.reply(UserMsg("user", ASK["required"])))
 
 
-def turns(*where):
-    async def played():
-        agent = agent_of(*where)
-        return [text for question in (ASK["turns"], AGAIN) for text in said(await agent.reply(UserMsg("user", question)))]
-
-    return asyncio.run(played())
+@awaited
+async def turns(*where):
+    agent = agent_of(*where)
+    return [text for question in (ASK["turns"], AGAIN) for text in said(await agent.reply(UserMsg("user", question)))]
 
 
 play.play(

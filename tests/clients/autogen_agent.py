@@ -9,12 +9,8 @@ from autogen_core import CancellationToken
 from autogen_core.models import AssistantMessage, FunctionExecutionResult, FunctionExecutionResultMessage, UserMessage
 from autogen_core.tools import FunctionTool
 from autogen_ext.models.openai import OpenAIChatCompletionClient
-from play import AGAIN, ASK
-from pydantic import BaseModel
-
-
-class Sum(BaseModel):
-    sum: int
+from form import Sum
+from play import AGAIN, ASK, awaited
 
 
 def client_of(base_url, api_key, model):
@@ -41,35 +37,29 @@ def answered(feature, **options):
     return played
 
 
-def stream(*where):
-    async def played():
-        parts = client_of(*where).create_stream([UserMessage(content=ASK["stream"], source="user")])
-        return ["".join([part async for part in parts if isinstance(part, str)])]
-
-    return asyncio.run(played())
+@awaited
+async def stream(*where):
+    parts = client_of(*where).create_stream([UserMessage(content=ASK["stream"], source="user")])
+    return ["".join([part async for part in parts if isinstance(part, str)])]
 
 
-def required(*where):
-    async def played():
-        client, tool = client_of(*where), FunctionTool(play.add, "Adds two numbers.")
-        messages = [UserMessage(content=ASK["required"], source="user")]
-        [call] = (await client.create(messages, tools=[tool], tool_choice="required")).content
-        result = str(await tool.run_json(json.loads(call.arguments), CancellationToken()))
-        messages.append(AssistantMessage(content=[call], source="solver"))
-        results = [FunctionExecutionResult(call_id=call.id, name=call.name, content=result, is_error=False)]
-        messages.append(FunctionExecutionResultMessage(content=results))
-        return [(await client.create(messages, tools=[tool])).content]
-
-    return asyncio.run(played())
+@awaited
+async def required(*where):
+    client, tool = client_of(*where), FunctionTool(play.add, "Adds two numbers.")
+    messages = [UserMessage(content=ASK["required"], source="user")]
+    [call] = (await client.create(messages, tools=[tool], tool_choice="required")).content
+    result = str(await tool.run_json(json.loads(call.arguments), CancellationToken()))
+    messages.append(AssistantMessage(content=[call], source="solver"))
+    results = [FunctionExecutionResult(call_id=call.id, name=call.name, content=result, is_error=False)]
+    messages.append(FunctionExecutionResultMessage(content=results))
+    return [(await client.create(messages, tools=[tool])).content]
 
 
-def turns(*where):
-    async def played():
-        agent = agent_of(*where)
-        results = [await agent.run(task=question) for question in (ASK["turns"], AGAIN)]
-        return [result.messages[-1].to_text() for result in results]
-
-    return asyncio.run(played())
+@awaited
+async def turns(*where):
+    agent = agent_of(*where)
+    results = [await agent.run(task=question) for question in (ASK["turns"], AGAIN)]
+    return [result.messages[-1].to_text() for result in results]
 
 
 tools = {"tools": [play.add], "reflect_on_tool_use": True}

@@ -7,12 +7,8 @@ os.environ |= {"CREWAI_DISABLE_TELEMETRY": "true", "OTEL_SDK_DISABLED": "true", 
 import play
 from crewai import LLM, Agent
 from crewai.tools import tool
+from form import Sum
 from play import AGAIN, ASK
-from pydantic import BaseModel
-
-
-class Sum(BaseModel):
-    sum: int
 
 
 @tool("add")

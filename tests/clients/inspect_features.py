@@ -3,6 +3,7 @@
 import json
 
 import play
+from form import Sum
 from inspect_ai import Task, task
 from inspect_ai.dataset import Sample
 from inspect_ai.model import ChatMessageUser, GenerateConfig, ResponseSchema
@@ -11,11 +12,6 @@ from inspect_ai.solver import generate, solver, use_tools
 from inspect_ai.tool import tool
 from inspect_ai.util import json_schema
 from play import AGAIN, ASK
-from pydantic import BaseModel
-
-
-class Sum(BaseModel):
-    sum: int
 
 
 @tool

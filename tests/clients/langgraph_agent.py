@@ -1,14 +1,10 @@
 """The packages langchain and langgraph, over langchain-openai."""
 
 import play
+from form import Sum
 from langchain.agents import create_agent
 from langchain_openai import ChatOpenAI
 from play import AGAIN, ASK
-from pydantic import BaseModel
-
-
-class Sum(BaseModel):
-    sum: int
 
 
 def llm_of(base_url, api_key, model):

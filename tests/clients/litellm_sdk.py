@@ -3,12 +3,8 @@
 import json
 
 import litellm
+from form import Sum
 from play import AGAIN, ASK, CHAT_TOOL, add, play
-from pydantic import BaseModel
-
-
-class Sum(BaseModel):
-    sum: int
 
 
 def completion(where, messages, **options):

@@ -1,19 +1,13 @@
 """The package openai-agents, by its own default: the Responses API."""
 
-import asyncio
-
 import play
 from agents import Agent, ModelSettings, OpenAIResponsesModel, RunConfig, Runner, function_tool, set_tracing_disabled
+from form import Sum
 from openai import AsyncOpenAI
-from play import AGAIN, ASK
-from pydantic import BaseModel
+from play import AGAIN, ASK, awaited
 
 set_tracing_disabled(True)
 add = function_tool(play.add)
-
-
-class Sum(BaseModel):
-    sum: int
 
 
 def agent_of(base_url, api_key, model, **options):
@@ -36,15 +30,13 @@ def answered(feature, **options):
     return lambda *where: [run(where, ASK[feature], **options).final_output]
 
 
-def stream(*where):
-    async def played():
-        result, seen = Runner.run_streamed(agent_of(*where), ASK["stream"]), []
-        async for event in result.stream_events():
-            if event.type == "raw_response_event" and event.data.type == "response.output_text.delta":
-                seen.append(event.data.delta)
-        return ["".join(seen)]
-
-    return asyncio.run(played())
+@awaited
+async def stream(*where):
+    result, seen = Runner.run_streamed(agent_of(*where), ASK["stream"]), []
+    async for event in result.stream_events():
+        if event.type == "raw_response_event" and event.data.type == "response.output_text.delta":
+            seen.append(event.data.delta)
+    return ["".join(seen)]
 
 
 def reasoning(*where):

@@ -2,13 +2,9 @@
 
 import json
 
+from form import Sum
 from openai import OpenAI
 from play import AGAIN, ASK, CHAT_TOOL, add, play
-from pydantic import BaseModel
-
-
-class Sum(BaseModel):
-    sum: int
 
 
 def client_of(base_url, api_key):

@@ -4,6 +4,7 @@ A feature is a function of (base_url, api_key, model) that returns the texts tha
 `add` are noted beside them. What it asks is `ASK`, by which the scripted model knows what it has to say.
 """
 
+import asyncio
 import functools
 import json
 import sys
@@ -43,6 +44,11 @@ def add(a: int, b: int) -> int:
     """
     calls.append(f"add({a}, {b})")
     return a + b
+
+
+def awaited(feature: Callable[..., Any]) -> Callable[..., Any]:
+    """A feature that is a coroutine, as one that can be called."""
+    return lambda *where: asyncio.run(feature(*where))
 
 
 @functools.cache

@@ -1,18 +1,12 @@
 """The package pydantic-ai."""
 
-import asyncio
-
 import play
-from play import AGAIN, ASK
-from pydantic import BaseModel
+from form import Sum
+from play import AGAIN, ASK, awaited
 from pydantic_ai import Agent
 from pydantic_ai.capabilities import AbstractCapability
 from pydantic_ai.models.openai import OpenAIChatModel
 from pydantic_ai.providers.openai import OpenAIProvider
-
-
-class Sum(BaseModel):
-    sum: int
 
 
 class RequiredAtFirst(AbstractCapability):
@@ -32,12 +26,10 @@ def answered(feature, **options):
     return lambda *where: [agent_of(*where, **options).run_sync(ASK[feature]).output]
 
 
-def stream(*where):
-    async def played():
-        async with agent_of(*where).run_stream(ASK["stream"]) as result:
-            return ["".join([part async for part in result.stream_text(delta=True)])]
-
-    return asyncio.run(played())
+@awaited
+async def stream(*where):
+    async with agent_of(*where).run_stream(ASK["stream"]) as result:
+        return ["".join([part async for part in result.stream_text(delta=True)])]
 
 
 def reasoning(*where):

@@ -1,16 +1,12 @@
 """The package strands-agents."""
 
 import play
+from form import Sum
 from play import AGAIN, ASK
-from pydantic import BaseModel
 from strands import Agent, tool
 from strands.models.openai import OpenAIModel
 
 add = tool(play.add)
-
-
-class Sum(BaseModel):
-    sum: int
 
 
 def agent_of(base_url, api_key, model, tools=(), **options):

@@ -2,13 +2,8 @@
 
 Everything that a Hugging Face checkpoint directory holds is made here, so no test needs the network: ``config.json``,
 ``generation_config.json``, ``model.safetensors``, ``tokenizer.json``, ``tokenizer_config.json`` with a chat template.
-
-Run as a command to make one by hand::
-
-    python -m tests.support.tiny_model /tmp/tiny --seed 1 --layers 2 --hidden 128
 """
 
-import argparse
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -120,21 +115,3 @@ def write_tiny_model(path: Path, *, seed: int = 0, shape: TinyModelShape | None 
     model.save_pretrained(path)
     tokenizer.save_pretrained(path)
     return model
-
-
-def main() -> None:
-    """Write one checkpoint from the command line."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("path", type=Path)
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--layers", type=int, default=2)
-    parser.add_argument("--hidden", type=int, default=64)
-    parser.add_argument("--alphabet", default=PRINTABLE)
-    arguments = parser.parse_args()
-    shape = TinyModelShape(hidden_size=arguments.hidden, intermediate_size=2 * arguments.hidden, num_layers=arguments.layers)
-    model = write_tiny_model(arguments.path, seed=arguments.seed, shape=shape, alphabet=arguments.alphabet)
-    print(f"{arguments.path}: {sum(p.numel() for p in model.parameters())} parameters")
-
-
-if __name__ == "__main__":
-    main()
