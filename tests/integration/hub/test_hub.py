@@ -1,7 +1,7 @@
 """Models and splits of data sets by name: what is downloaded and pinned, and what is said where that does not work."""
 
-import io
 import errno
+import io
 import json
 import shutil
 import socket
