@@ -243,6 +243,10 @@ def check_training(inspection: Inspection) -> Findings:
                 LearningRateSchedule(rate, trainer.min_lr, warmup, decay, trainer.lr_decay_style)
     except ConfigError as error:
         yield error
+    if actor is not None and actor.experts is None:
+        for name in ("use_rollout_routing_replay", "use_routing_replay"):
+            if getattr(trainer, name):
+                yield ConfigError(f"trainer.{name}", True, f"false; no experts of {actor.model_type} are known")
     if actor is None or trainer.trainer_backend == "torch":  # which finds its parameters by transformers' names at the start
         return
     if not (patterns := Freezing.of(trainer)).nothing:
@@ -383,7 +387,9 @@ def check_engine_context(inspection: Inspection) -> Findings:
     rollout, model = inspection.config.rollout, inspection.model_config
     if model is None:
         return
-    if (problem := unequal_context_problem(model, rollout.engine_flags, devices.resolve(rollout.rollout_device))) is not None:
+    config, device = inspection.config, devices.resolve(rollout.rollout_device)
+    trained = config.longest_sample if config.trainer.trainer_backend == "torch" else None
+    if (problem := unequal_context_problem(model, rollout.engine_flags, device, trained)) is not None:
         yield problem
     known, given = context_length(model), positive_count(rollout.engine_flags.get("context-length"))
     allowed = os.environ.get(LONGER_CONTEXT, "").lower() in ("1", "true", "yes", "y")

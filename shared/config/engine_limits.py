@@ -82,18 +82,23 @@ def context_length(model_config: Mapping[str, Any]) -> int | None:
     return None
 
 
-def unequal_context_problem(model_config: Mapping[str, Any], flags: Mapping[str, Any], device: str) -> ConfigError | None:
+def unequal_context_problem(
+    model_config: Mapping[str, Any], flags: Mapping[str, Any], device: str, trained: int | None = None
+) -> ConfigError | None:
     """Returns why an engine computes otherwise than the trainer in a long context, or None where it does not.
 
     On a CPU sparse attention (``index_topk``) attends to every key, which is the same up to so many tokens. Rotary embeddings of type
     ``longrope`` have two sets of angles: engines take the second for a whole batch as soon as one of its sequences is long, transformers
-    for each long sequence from its beginning. ``flags``: SGLang's by their plain names, as the run has them.
+    for each long sequence from its beginning. ``flags``: SGLang's by their plain names, as the run has them. ``trained``: the most tokens
+    of a sample that a trainer sees which attends to every key.
     """
     given, entries = flags.get("context-length"), text_entries(model_config)
     rope = entries.get("rope_parameters") or entries.get("rope_scaling") or {}
-    bounds = []
+    bounds, keys = [], model_config.get("index_topk")
     if device == "cpu":
-        bounds.append((model_config.get("index_topk"), " on a CPU, index_topk; sparse attention needs a GPU"))
+        bounds.append((keys, " on a CPU, index_topk; sparse attention needs a GPU"))
+    elif isinstance(keys, int) and trained is not None and trained > keys:
+        bounds.append((keys, " with trainer_backend = torch, index_topk: it has no sparse attention; or as many max_tokens_per_gpu"))
     if "longrope" in (rope.get("rope_type"), rope.get("type")):
         short = entries.get("original_max_position_embeddings") or rope.get("original_max_position_embeddings")
         bounds.append((short, ", original_max_position_embeddings: beyond it engines choose longrope's angles by batch"))

@@ -30,7 +30,7 @@ from services.trainer.parallel.runtime import device
 from shared.model.architecture import Experts
 from shared.runtime.errors import ConfigError
 
-NAME = "packed"
+NAME, REPLAY = "packed", "trainer.use_routing_replay"
 
 
 @dataclass
@@ -157,21 +157,17 @@ class ReplayedChoice(TorchFunctionMode):
 
 
 class RoutingReplay:
-    """The choices of all layers with experts. ``experts``, ``chosen``: of a layer, and of a token."""
+    """The choices of all layers with experts; of a model without them there are none. ``experts``: what is known of them."""
 
-    def __init__(self, model: Any, experts: int, chosen: int) -> None:
+    def __init__(self, model: Any, experts: Experts | None) -> None:
         self.layers: dict[int, ReplayedChoice] = {}
         self._active = False
-        for name in experts_of(model):
+        for name in experts_of(model) if experts is not None else ():
+            assert experts is not None
             block, number = model.get_submodule(name.rpartition(".")[0]), re.search(r"layers\.(\d+)\.", name)
             assert number is not None
-            choice = self.layers[int(number[1]) + 1] = ReplayedChoice(experts, chosen)
+            choice = self.layers[int(number[1]) + 1] = ReplayedChoice(experts.count, experts.per_token)
             block.forward = partial(self._chosen, choice, block.forward)
-
-    @classmethod
-    def of(cls, model: Any, experts: Experts | None) -> "RoutingReplay | None":
-        """Returns the choices of a model; None where there are no experts to choose."""
-        return cls(model, experts.count, experts.per_token) if experts is not None and experts_of(model) else None
 
     def _chosen(self, choice: ReplayedChoice, forward: Callable[..., Any], *args: Any, **options: Any) -> Any:
         if not self._active:
@@ -193,10 +189,9 @@ class RoutingReplay:
     def recorded(self) -> dict[int, Tensor]:
         """Returns the choices of the last pass, in host memory. Raises ConfigError where routers chose in a way that is not known."""
         found = {number: choice.found.cpu() for number, choice in self.layers.items() if choice.found is not None}
-        if len(found) < len(self.layers):
-            one = next(iter(self.layers.values()))
-            why = f"false; not all routers of this model choose {one.chosen} of {one.experts} experts by PyTorch's topk"
-            raise ConfigError("trainer.use_routing_replay", True, why)
+        if len(found) < max(len(self.layers), 1):
+            why = "false; this model's choices are not known: those that routers make by PyTorch's topk of experts in one tensor are"
+            raise ConfigError(REPLAY, True, why)
         return found
 
     def end(self) -> None:

@@ -103,15 +103,15 @@ class FsdpModel(TrainedModel):
     Args:
         hf_dir: the checkpoint that it was made from. seeing: makes the inputs of a model that sees; None for one that is given text alone.
         reshards: whether layers' weights are gathered anew for each pass. split: what ranks share within layers.
-        replay: of the routers' choices; None for a model without experts.
+        replay: of the routers' choices.
     """
 
     backend: ClassVar[str | None] = "torch"
     hf_dir: Path
+    replay: RoutingReplay
     seeing: MediaInputs | None = None
     reshards: bool = True
     split: SplitLayers = field(default_factory=SplitLayers)
-    replay: RoutingReplay | None = None
 
     @property
     def root(self) -> Any:
@@ -174,7 +174,7 @@ class FsdpModel(TrainedModel):
         """Fills this rank's shards from another checkpoint of the same model."""
         with together(f"loading {directory}"):
             named = {name: one for name, one in self.language_model.named_parameters() if MARK not in name}
-            fill(self.language_model, {**named, **self.buffers()}, directory)
+            fill(self.language_model, {**named, **self.buffers()}, directory, own=directory == self.hf_dir)
 
     def sharded_state(self) -> dict[str, Any]:
         """Returns the weights as checkpoints hold them: this rank's rows, which are read in place, whatever the ranks that wrote them."""
@@ -238,8 +238,7 @@ class FsdpModel(TrainedModel):
         sequences = Sequences(starts, torch.tensor(starts, dtype=torch.int32, device=device()), part)
         if self.split.exchange is not None:
             self.split.exchange.agree(len(tokens))
-        if self.replay is not None:
-            self.replay.begin(batch, lambda chosen: F.pad(chosen, (0, 0, 0, missing), value=-1)[own], record)
+        self.replay.begin(batch, lambda chosen: F.pad(chosen, (0, 0, 0, missing), value=-1)[own], record)
         self.split.cuts = self.layout.tensor > 1
         try:
             found = self.root(tokens.to(device())[None], positions.to(device())[None], sequences, read, rows=rows)
@@ -317,7 +316,7 @@ def assemble(settings: TrainerSettings, hf_dir: Path, architecture: Architecture
         compile_layers(layers)
     options: dict[str, Any] = {"offload_policy": CPUOffloadPolicy(pin_memory=DEVICE_TYPE != "cpu")} if trainer.fsdp_cpu_offload else {}
     options["mp_policy"] = MixedPrecisionPolicy(param_dtype=None if dtype == torch.float32 else dtype, reduce_dtype=torch.float32)
-    replay = RoutingReplay.of(model, architecture.experts)
+    replay = RoutingReplay(model, architecture.experts)
     root, cut, reshards = ScoredModel(model, settings.value_head), split(model, layout), trainer.fsdp_reshard_after_forward
     _shard(root, layers, layout, _mesh(trainer.fsdp_shard_ranks), reshards, options)
     for name, one in model.named_parameters():
@@ -381,17 +380,19 @@ def build(settings: TrainerSettings, hf_dir: Path, architecture: Architecture, r
     made = assemble(settings, hf_dir, architecture, random)
     if not random:
         made.load_hf(hf_dir)
-    check_packing(made)
+    check_packing(made, settings.trainer.use_routing_replay)
     return made
 
 
 def _choose_trained(model: Any, freezing: Freezing, lora: Lora | None, seed: int) -> None:
     if lora is not None:
         attach(model, lora, seed)
-    elif not freezing.nothing:
+        return
+    if not freezing.nothing:
         freezing.check([name for name, _ in model.named_parameters()])
-        for name, parameter in model.named_parameters():
-            parameter.requires_grad_(freezing.trains(name))
+    for name, parameter in model.named_parameters():
+        if not freezing.trains(name) or ".indexer." in name:  # a choice of keys has no gradient, and is not to decay
+            parameter.requires_grad_(False)
 
 
 def _mesh(shard_ranks: int | None) -> DeviceMesh:
@@ -408,13 +409,14 @@ def _columns(shared: int) -> DeviceMesh:
 
 
 @torch.no_grad()
-def check_packing(model: FsdpModel) -> None:
+def check_packing(model: FsdpModel, replays: bool = False) -> None:
     """Compares two sequences in a pack with the same in the other order, and with each alone through transformers' own logits.
 
     A collective of all ranks. Rounding is the same in either order, so that it hides nothing; between packed and single sequences kernels
     round differently, and a trained model's improbable tokens differ by more than a tenth of a nat.
 
-    Raises ConfigError: they differ, since layers mix sequences, or a model changes its logits behind the output layer.
+    Raises ConfigError: they differ, since layers mix sequences, or a model changes its logits behind the output layer; or it is to have
+        its choices of experts replayed (``replays``), and these are not known.
     """
     if model.value_head:
         return  # the same layers as the actor's
@@ -428,9 +430,8 @@ def check_packing(model: FsdpModel) -> None:
         lengths, tokens = [len(one) for one in order], torch.cat(order)
         starts = torch.tensor([0, *itertools.accumulate(lengths)], dtype=torch.int32)
         batch = PackedBatch(tokens, tokens, torch.ones(len(tokens)), starts, max(lengths), {})
-        found = model.run(batch, lambda hidden, weight, _: model.head(weight).logits(hidden))
-        if model.replay is not None:
-            model.replay.end()
+        found = model.run(batch, lambda hidden, weight, _: model.head(weight).logits(hidden), replays)
+        model.replay.end()
         return list(found.float().log_softmax(-1).split(lengths))
 
     try:
@@ -446,6 +447,8 @@ def check_packing(model: FsdpModel) -> None:
     finally:
         model.reshard()
         plain.set_attn_implementation(attention(model.seeing is not None))
+    if replays:
+        model.replay.recorded()
     if not torch.allclose(alone, plainly, rtol=1e-3, atol=1e-4):
         raise ConfigError(FIELD, "torch", f"megatron; {name} changes its logits behind the output layer in a way that is not known here")
     alone = alone.float().log_softmax(-1)

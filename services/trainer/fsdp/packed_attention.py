@@ -130,6 +130,7 @@ def mapped(function: Callable[[Tensor], Tensor], found: Any) -> Any:
 
 
 NAME = "packed"
+PLACES = ("position_ids", "cu_seq_lens_q", "seq_idx")  # tensors that models hand on to attention, which knows as much by `Sequences`
 SCORES = 2**25  # that exist at a time where there is no kernel; `shared.model.memory_plan` counts them
 
 
@@ -177,16 +178,22 @@ def attend(
         packed_sequences: a model hands on to its layers what it is called with. It is an argument, since a layer may be computed again in
             the backward pass.
 
-    Of ``options``, ``s_aux`` [heads] are logits of sinks, and ``softcap`` bounds the scores, for which there is no kernel.
+    Of ``options``, ``s_aux`` [heads] are logits of sinks, and ``softcap`` bounds the scores, for which there is no kernel; ``indices`` are
+    the keys that an indexer has chosen: all of a sequence of at most ``index_topk`` tokens.
 
-    Raises MyxoError: the model does not hand them on, or asks for a mask of its own.
+    Raises MyxoError: the model does not hand sequences on, has other keys than these, or wants some of them alone.
     """
-    sinks, cap = options.get("s_aux"), options.get("softcap")
-    if attention_mask is not None or not getattr(module, "is_causal", True):
-        raise MyxoError(f"attention {NAME!r} has no masks, which {type(module).__name__} asks for")
-    sequences = packed_sequences
+    sinks, cap, kind, sequences = options.pop("s_aux", None), options.get("softcap"), type(module).__name__, packed_sequences
+    if attention_mask is not None or not getattr(module, "is_causal", True) or options.get("is_causal") is False:
+        raise MyxoError(f"attention {NAME!r} has no masks, which {kind} asks for")
     if sequences is None:
-        raise MyxoError(f"{type(module).__name__} does not say which sequences are packed")
+        raise MyxoError(f"{kind} does not say which sequences are packed")
+    chosen = options.pop("indices", None)
+    if chosen is not None and sequences.longest > module.config.index_topk:
+        raise MyxoError(f"{kind} chooses {module.config.index_topk} of a sequence's {sequences.longest} keys; attention {NAME!r} takes all")
+    strange = [name for name, one in options.items() if isinstance(one, Tensor) and name not in PLACES]
+    if strange or key.size(2) != query.size(2):
+        raise MyxoError(f"attention {NAME!r} does not know {', '.join(strange) or 'keys that are no tokens'}, which {kind} hands it")
     if sequences.part is not None:
         key, value = sequences.part.all_rows(key), sequences.part.all_rows(value)
     if query.is_cuda and cap is None and query.dtype != torch.float32:

@@ -18,15 +18,12 @@ from services.trainer.fsdp.packed_attention import TokenRows
 from services.trainer.packing import PackedBatch
 from services.trainer.parallel.loss_function import BadLoss, LossFunction, MicroBatchesFailed, applied, asked_ids, read_head, reduce_reports
 from services.trainer.parallel.runtime import anywhere, device
-from shared.runtime.errors import MyxoError
 from shared.schema.kept_tokens import Kept
 
 
 def log_probs(model: FsdpModel, batches: Sequence[PackedBatch], temperature: float, recorded: Any = None) -> list[Tensor]:
     """Returns the log-probability of every label, float32 [T] a micro-batch, without gradients. ``recorded`` gets, by the micro-batch's
     index, the experts that its tokens went through; None: it is not asked for."""
-    if recorded is not None and model.replay is None:
-        raise MyxoError("the model has no experts whose choice could be recorded")
     model.train(False)
 
     def read(batch: PackedBatch, hidden: Tensor, weight: Tensor, rows: TokenRows | None) -> Tensor:
@@ -47,7 +44,7 @@ def _without_gradients(model: FsdpModel, batches: Sequence[tuple[PackedBatch, Re
     with torch.no_grad():
         for index, (batch, read) in enumerate(batches):
             found.append(model.run(batch, read, recorded is not None))
-            if recorded is not None and model.replay is not None:
+            if recorded is not None:
                 recorded[index] = model.replay.recorded()
     model.reshard()
     return found

@@ -38,14 +38,14 @@ class SplitLayers:
     Args:
         splits: of parameters, by transformers' names. partial: names of whole ones whose gradients are partial on each rank.
         exchange: of experts, or None. cuts: whether the tokens behind the layers are cut now: their number is a multiple of the ranks'.
-        compared: whether gradients of whole parameters were found alike on all ranks of a group.
+        compared: whole parameters whose gradients, other than zeros, were found alike on all ranks of a group.
     """
 
     splits: dict[str, Split] = field(default_factory=dict)
     partial: set[str] = field(default_factory=set)
     exchange: Exchange | None = None
     cuts: bool = False
-    compared: bool = False
+    compared: set[str] = field(default_factory=set)
 
     def complete(self, gradients: Mapping[str, Tensor], parameters: Mapping[str, Any]) -> None:
         """Completes gradients, by transformers' names, in place. A collective of the ranks that share matrices.
@@ -60,19 +60,19 @@ class SplitLayers:
             return
         for name in sorted(self.partial & gradients.keys()):
             dist.all_reduce(gradients[name], group=group)
-        if not self.compared:
-            self._compare({name: one for name, one in sorted(gradients.items()) if ".layers." in name and name not in self.splits}, group)
-            self.compared = True
+        whole = sorted(name for name in gradients if ".layers." in name and name not in self.splits)
+        self._compare({name: gradients[name] for name in whole if name not in self.compared}, group)
 
     def _compare(self, gradients: Mapping[str, Tensor], group: dist.ProcessGroup) -> None:
         """Raises ConfigError: a parameter that all ranks have whole has another gradient on each, which its plan leaves out."""
         for name, gradient in gradients.items():
-            mean = gradient / group.size()
-            dist.all_reduce(mean, group=group)
+            mean = summed(gradient, group) / group.size()
             apart = torch.stack([(gradient - mean).norm(), mean.norm()])
             dist.all_reduce(apart, dist.ReduceOp.MAX, group=group)
             if apart[0] > APART * apart[1]:
                 raise ConfigError(SIZE, group.size(), f"1; the model's plan does not say that gradients of {name} are partial")
+            if apart[1] > 0:
+                self.compared.add(name)
 
 
 def split(model: Any, layout: ParallelLayout) -> SplitLayers:

@@ -21,7 +21,7 @@ from transformers.core_model_loading import revert_weight_conversion
 from services.trainer.fsdp import packed_attention
 from services.trainer.fsdp.shards import box_of, local, shard_of, whole_shape
 from services.trainer.parallel.runtime import device
-from services.trainer.parallel.safetensors_reader import SafetensorsReader
+from services.trainer.parallel.safetensors_reader import SafetensorsReader, reader_of
 from shared.data.media import HEARING
 from shared.runtime.errors import ConfigError
 
@@ -43,6 +43,7 @@ def skeleton(hf_dir: Path, random: bool = False, sees: bool = False) -> Any:
     """
     try:
         config = transformers.AutoConfig.from_pretrained(hf_dir, local_files_only=True)
+        _without_dropout(config)
         with device() if random else _parameters_hold_nothing():  # numbers by the billion are made where they are needed
             maker: Any = transformers.AutoModelForMultimodalLM if sees else transformers.AutoModelForCausalLM
             model = maker.from_config(config, dtype=torch.float32, attn_implementation=attention(sees))
@@ -52,6 +53,15 @@ def skeleton(hf_dir: Path, random: bool = False, sees: bool = False) -> Any:
         conversions = get_model_conversion_mapping(model, add_legacy=False)
         model._weight_conversions = [one for one in conversions if not one.scope_prefix]
     return model
+
+
+def _without_dropout(config: transformers.PretrainedConfig) -> None:
+    """Has no layer drop anything: one that is computed again in the backward pass is in training, and its own code may ask for that."""
+    for name, value in vars(config).items():
+        if isinstance(value, transformers.PretrainedConfig):
+            _without_dropout(value)
+        elif "drop" in name and type(value) in (int, float):
+            setattr(config, name, 0.0)
 
 
 @contextlib.contextmanager
@@ -85,19 +95,23 @@ def materialize(module: torch.nn.Module) -> None:
 
 
 @torch.no_grad()
-def fill(model: Any, held: dict[str, Tensor], directory: Path) -> None:
+def fill(model: Any, held: dict[str, Tensor], directory: Path, own: bool) -> None:
     """Fills this rank's rows of parameters and buffers from a checkpoint.
 
     Args:
-        model: transformers', sharded. held: its parameters and buffers by transformers' names.
+        model: transformers', sharded. held: its parameters and buffers by transformers' names. own: whether pushes and exports have the
+            checkpoint's names.
 
-    Raises ConfigError: the checkpoint is not one of this model.
+    Raises ConfigError: the checkpoint is not one of this model, or quantized in a way that is not known here.
     """
-    sources = _all_sources(model, held, reader := SafetensorsReader(directory))
-    if sources is None:  # quantized, or named or laid out otherwise: transformers knows how to read it, as a whole
+    sources = _all_sources(model, held, reader := reader_of(directory))
+    if sources is None:  # named or laid out otherwise: transformers knows how to read it, as a whole
+        if type(reader) is not SafetensorsReader:
+            raise ConfigError(FIELD, str(directory), "plain numbers, or tensors with the names that transformers gives them")
         whole = _whole(directory, model)
         given = whole.state_dict()
-        model._weight_conversions = getattr(whole, "_weight_conversions", None)
+        if own:
+            model._weight_conversions = getattr(whole, "_weight_conversions", None)
         for name, one in held.items():
             local(one).copy_(shard_of(one, given[name]))
         return
@@ -115,9 +129,7 @@ def fill(model: Any, held: dict[str, Tensor], directory: Path) -> None:
 def _all_sources(model: Any, held: dict[str, Tensor], reader: SafetensorsReader) -> dict[str, dict[str, Tensor]] | None:
     """Returns for each parameter the checkpoint's tensors that it is made of, as views of it that hold nothing; None where one is no view,
     or the checkpoint has no such tensors."""
-    if getattr(model.config, "quantization_config", None) is not None:
-        return None
-    found = {}
+    found, known = {}, reader.names()
     for name, one in held.items():
         whole = torch.empty(whole_shape(one), device="meta")
         found[name] = made = revert_weight_conversion(model, {name: whole})
@@ -125,7 +137,7 @@ def _all_sources(model: Any, held: dict[str, Tensor], reader: SafetensorsReader)
             is_view = view.untyped_storage()._cdata == whole.untyped_storage()._cdata
             cut = any(part.stop - part.start < size for part, size in zip(box_of(one)[1:], whole.shape[1:], strict=False))
             is_view = is_view and (not cut or view.shape == whole.shape)
-            if not is_view or tensor not in reader.files or tuple(reader.shape(tensor)) != tuple(view.shape):
+            if not is_view or tensor not in known or tuple(reader.shape(tensor)) != tuple(view.shape):
                 return None
     return found
 

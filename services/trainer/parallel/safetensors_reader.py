@@ -15,7 +15,7 @@ from torch import Tensor
 
 from shared.model.architecture import Architecture
 from shared.model.hf_checkpoint import VISION, draft_prefixes, tensor_problems, weight_files
-from shared.model.quantization import ENTRY, quantization_of
+from shared.model.quantization import ENTRY, Quantization, quantization_of
 from shared.model.tensor_table import hf_tensors
 from shared.runtime.errors import ConfigError
 from shared.transfer.quantizer import plain
@@ -79,23 +79,20 @@ def reader_of(hf_dir: Path) -> SafetensorsReader:
     Raises:
         ConfigError: it is quantized in another format.
     """
-    found: Any = json.loads((hf_dir / "config.json").read_text()).get(ENTRY)
-    if found is None:
-        return SafetensorsReader(hf_dir)
-    if isinstance(found, dict) and found.get("quant_method") == "mxfp4":
+    entry: Any = json.loads((hf_dir / "config.json").read_text()).get(ENTRY)
+    if isinstance(entry, dict) and entry.get("quant_method") == "mxfp4":
         return Mxfp4Reader(hf_dir)
-    return QuantizedReader(hf_dir)
+    found = quantization_of(hf_dir)
+    return SafetensorsReader(hf_dir) if found is None else QuantizedReader(hf_dir, found)
 
 
 class QuantizedReader(SafetensorsReader):
     """Makes bfloat16 matrices of quantized ones."""
 
-    def __init__(self, hf_dir: Path) -> None:
+    def __init__(self, hf_dir: Path, quantization: Quantization) -> None:
         super().__init__(hf_dir)
-        found = quantization_of(hf_dir)
-        assert found is not None  # `reader_of` has looked
-        self._quantization = found
-        self._shapes = found.shapes({name: super(QuantizedReader, self).shape(name) for name in self.files})
+        self._quantization = quantization
+        self._shapes = quantization.shapes({name: super(QuantizedReader, self).shape(name) for name in self.files})
 
     def names(self) -> set[str]:
         return set(self._shapes)
@@ -111,6 +108,11 @@ class QuantizedReader(SafetensorsReader):
         if not bool((parts[-1] > 0).all() and parts[-1].isfinite().all()):
             raise ConfigError(f"{self.hf_dir}:{names[-1]}", "a factor that is not positive and finite", "positive factors")
         return plain(parts, self._quantization.format)
+
+    def read_range(self, name: str, dimension: int, start: int, stop: int) -> Tensor:
+        if name not in self._quantization.names:
+            return super().read_range(name, dimension, start, stop)
+        return self.read(name).narrow(dimension, start, stop - start)
 
 
 FOUR_BITS = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)  # the numbers of e2m1, by their bits
@@ -138,3 +140,8 @@ class Mxfp4Reader(SafetensorsReader):
         packed, scales = (super(Mxfp4Reader, self).read(f"{name}_{part}", expert) for part in ("blocks", "scales"))
         numbers = torch.tensor(FOUR_BITS)[torch.stack([packed & 15, packed >> 4], -1).int()].flatten(-2)
         return torch.ldexp(numbers, scales.int()[..., None] - 127).flatten(-2).transpose(-1, -2).to(torch.bfloat16)
+
+    def read_range(self, name: str, dimension: int, start: int, stop: int) -> Tensor:
+        if name in self.files:
+            return super().read_range(name, dimension, start, stop)
+        return torch.stack([self.read(name, expert) for expert in range(start, stop)])  # of the first dimension, as shards are

@@ -11,6 +11,7 @@ import pytest
 
 from myxo.preflight.engine_checks import check_alignment, check_engine_model, check_external_engines
 from myxo.preflight.inspection import Findings, Inspection, Note
+from myxo.preflight.model_checks import check_engine_context, check_training
 from myxo.preflight.objective_checks import NEEDS, check_needs, check_support
 from shared.config.run_config import field_sections
 from tests.support.run_config import run_config
@@ -152,6 +153,24 @@ def test_what_engines_with_stages_cannot_do_is_refused(
     found = said(check_engine_model(Inspection(config)))
     assert re.search(words, found) and (words or not found), found
     assert config.rollout.pause_on_push == "abort"
+
+
+def test_experts_that_there_are_not_are_not_replayed(tmp_path: Path, model: Path) -> None:
+    for backend in ("megatron", "torch"):
+        trainer = {"trainer_backend": backend, "use_routing_replay": True}
+        assert "use_routing_replay = True: false; no experts of" in said(check_training(Inspection(run_config(tmp_path, trainer=trainer))))
+        assert not said(check_training(Inspection(run_config(tmp_path, trainer={"trainer_backend": backend}))))
+
+
+@pytest.mark.parametrize(("topk", "tokens", "refused"), [(64, 4096, True), (64, 64, False), (None, 4096, False)])
+def test_a_context_that_torch_would_train_densely_is_refused(
+    tmp_path: Path, model: Path, topk: int | None, tokens: int, refused: bool
+) -> None:
+    entries = json.loads((model / "config.json").read_text())
+    (model / "config.json").write_text(json.dumps({**entries, "index_topk": topk}))
+    trainer = {"trainer_backend": "torch", "max_tokens_per_gpu": tokens}
+    found = said(check_engine_context(Inspection(run_config(tmp_path, trainer=trainer, rollout={"rollout_device": "cuda"}))))
+    assert ("context-length = None: at most 64 with trainer_backend = torch" in found) == refused
 
 
 def test_a_draft_has_the_models_vocabulary(tmp_path: Path, model: Path) -> None:

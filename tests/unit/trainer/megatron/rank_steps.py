@@ -93,13 +93,15 @@ def train(hf_dir: Path, config: dict[str, Any], count: int) -> dict[str, Any]:
 
 
 def train_without_entry(hf_dir: Path, config: dict[str, Any], entry: str) -> str:
-    """Returns why a Qwen3 does not train whose plan of tensor parallelism lacks an entry."""
+    """Returns why a Qwen3 does not train whose plan of tensor parallelism lacks an entry, behind an update without a gradient."""
     import transformers
 
     plan = transformers.Qwen3Config.base_model_tp_plan
     held = plan.pop(entry)
     try:
-        train(hf_dir, config, 1)
+        model = actor(hf_dir, **config)
+        model.train_step(share(model, 0), lambda found, *_: (found.sum() * 0, {}))
+        steps(model, 1)
     except MyxoError as error:
         return str(error)
     finally:
@@ -168,6 +170,13 @@ def demonstrated(hf_dir: Path, config: dict[str, Any], teacher: Path, root: Path
     with FrozenWeights.from_hf(model.model, teacher).in_place_of(model.model):
         found["teacher"] = model.log_probs([whole])[0]
     return found
+
+
+def log_probs_of(hf_dir: Path, config: dict[str, Any], teacher: Path) -> Tensor:
+    """Returns a teacher's log-probs, in the policy's modules."""
+    model = actor(hf_dir, **config)
+    with FrozenWeights.from_hf(model.model, teacher).in_place_of(model.model):
+        return model.log_probs([pack(sequences(6, seed=9))])[0]
 
 
 def logit_loss(hf_dir: Path, config: dict[str, Any], from_logits: bool) -> StepResult:

@@ -152,6 +152,10 @@ def test_an_engine_on_a_cpu_has_no_context_that_is_sparse():
     for flags in ({}, {"context-length": 2049}):
         problem = str(unequal_context_problem(entries, flags, "cpu"))
         assert "context-length" in problem and "at most 2048 on a CPU" in problem
+    assert unequal_context_problem(entries, {}, "cuda") is None
+    assert unequal_context_problem(entries, {}, "cuda", trained=2048) is None, "no longer sample is trained"
+    assert unequal_context_problem(entries, {"context-length": 2048}, "cuda", trained=8192) is None
+    assert "at most 2048 with trainer_backend = torch" in str(unequal_context_problem(entries, {}, "cuda", trained=8192))
 
 
 @pytest.mark.parametrize("written", ["rope_scaling", "rope_parameters"])

@@ -20,14 +20,16 @@ from services.trainer.fsdp import fused_layers, packed_attention, shard_gatherin
 from services.trainer.fsdp.packed_attention import Sequences
 from services.trainer.packing import separate
 from services.trainer.parallel.loss_function import MicroBatchesFailed
+from services.trainer.parallel.safetensors_reader import reader_of
 from shared.config.trainer_section import TrainerSection
 from shared.model.families import planned_architecture, read_architecture
 from shared.model.memory_plan import layer_activations, unfused_bytes
 from shared.model.parallel_layout import ParallelLayout
-from shared.runtime.errors import ConfigError
-from tests.support.converting import convert
+from shared.runtime.errors import ConfigError, MyxoError
+from tests.support.converting import convert, to_8_bits
 from tests.support.tables import not_refused
 from tests.unit.trainer.megatron import lora_steps, rank_steps
+from tests.unit.trainer.megatron.test_conversion import packed_in_four_bits
 from tests.unit.trainer.megatron.tiny import VOCAB, make_checkpoint, pack, sequences
 
 TORCH = {"trainer_backend": "torch", "adam_eps": 1e-3}
@@ -129,6 +131,7 @@ def test_a_rank_whose_experts_nobody_chooses_takes_part(more, alone, two_ranks, 
 
 
 def test_a_plan_that_leaves_out_partial_gradients_is_refused(hf, two_ranks):
+    """Also where the first update has no gradient to compare: a critic's head begins with zeros."""
     found = two_ranks.run(rank_steps.train_without_entry, hf("qwen3"), {**TORCH, **TENSOR}, "layers.*.self_attn.k_norm")
     assert all("tensor_model_parallel_size" in one and "k_norm.weight are partial" in one for one in found), found
 
@@ -162,12 +165,24 @@ def test_experts_that_families_name_in_their_own_words_are_recorded(kind, expert
     others = {layer: (chosen + 1) % 4 for layer, chosen in recorded.items()}
     same, changed = (model.log_probs([replace(batch, routing=routing)])[0] for routing in (recorded, others))
     assert torch.equal(same, free) and not torch.allclose(changed, free, atol=1e-3)
+    alone.actor(tmp_path, **TORCH, use_routing_replay=True)
     if kind == "hunyuan_v1_moe":
         entries = json.loads((tmp_path / "config.json").read_text())
         for given, words in (([2, 1], "moe_topk.*the same number for all layers"), (None, "num_experts_per_tok.*moe_topk")):
             (tmp_path / "config.json").write_text(json.dumps({**entries, "moe_topk": given}))
             with pytest.raises(ConfigError, match=words):
                 read_architecture(tmp_path, backend="torch")
+
+
+@pytest.mark.parametrize(
+    "kind, config", [("qwen3", {}), ("phimoe", {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": None})]
+)
+def test_choices_that_cannot_be_recorded_are_refused_at_the_start(kind, config, alone, tmp_path, monkeypatch):
+    monkeypatch.setitem(OTHERS, kind, config)
+    checkpoint(kind, tmp_path)
+    alone.actor(tmp_path, **TORCH)
+    with pytest.raises(ConfigError, match="use_routing_replay.*choices are not known"):
+        alone.actor(tmp_path, **TORCH, use_routing_replay=True)
 
 
 def test_policy_losses_and_candidates_are_the_same(hf, alone):
@@ -203,6 +218,28 @@ def test_demonstrations_references_and_teachers_are_the_same(kind, hf, alone, tw
         for name in ("policy", "reference", "teacher"):
             torch.testing.assert_close(found[name], expected[name], atol=1e-5, rtol=0, msg=name)
     assert all((expected[name] - expected["reference"]).abs().max() > 1e-2 for name in ("policy", "teacher"))
+
+
+@pytest.mark.parametrize("kind", ["qwen3_moe", pytest.param("gpt_oss", marks=pytest.mark.extra)])
+def test_a_quantized_teacher_is_what_its_numbers_stand_for(kind, hf, alone, two_ranks, tmp_path):
+    """On ranks that read rows of matrices, and of experts in MXFP4, beside a policy that is not quantized."""
+    source = tmp_path / "source"
+    make_checkpoint(kind, source, **({"intermediate_size": 64} if kind == "gpt_oss" else {}))
+    if kind == "gpt_oss":
+        shutil.copytree(source, teacher := tmp_path / "teacher")
+        tensors, _ = packed_in_four_bits(load_file(source / "model.safetensors"), torch.Generator().manual_seed(1))
+        save_file(tensors, teacher / "model.safetensors", metadata={"format": "pt"})
+        entries = json.loads((teacher / "config.json").read_text()) | {"quantization_config": {"quant_method": "mxfp4"}}
+        (teacher / "config.json").write_text(json.dumps(entries))
+    else:
+        teacher = to_8_bits(source, tmp_path / "teacher", 8)
+    shutil.copytree(source, plain := tmp_path / "plain")
+    reader = reader_of(teacher)
+    numbers = {name: reader.read(name).float().contiguous() for name in reader.names()}
+    save_file(numbers, plain / "model.safetensors", metadata={"format": "pt"})
+    expected = alone.log_probs_of(source, TORCH, plain)
+    for found in (alone.log_probs_of(source, TORCH, teacher), two_ranks.run(rank_steps.log_probs_of, source, TORCH, teacher)[0]):
+        torch.testing.assert_close(found, expected, atol=1e-5, rtol=0)
 
 
 def test_a_resume_is_exact(hf, two_ranks, tmp_path):
@@ -469,11 +506,45 @@ def test_kernels_that_round_otherwise_do_not_mix_sequences(alone, tmp_path, monk
         alone.actor(tmp_path, **TORCH)
 
 
-@pytest.mark.parametrize("kind, noise", [("phimoe", {"router_jitter_noise": 0.3}), ("starcoder2", {"embedding_dropout": 0.3})])
+@pytest.mark.parametrize("kind", ["deepseek_v32", pytest.param("glm_moe_dsa", marks=pytest.mark.extra)])
+def test_sparse_attention_is_dense_up_to_so_many_keys(kind, hf, alone, tmp_path):
+    """Longer sequences are refused, in packs of whatever length; and the indexer, of which nothing learns, stays as it was."""
+    shutil.copytree(hf(kind), tmp_path, dirs_exist_ok=True)
+    entries = json.loads((tmp_path / "config.json").read_text())
+    entries.pop("indexer_rope_interleave", None)
+    (tmp_path / "config.json").write_text(json.dumps({**entries, "index_topk": 20}))
+    reference = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32, attn_implementation="sdpa").eval()
+    model, seqs = alone.actor(tmp_path, **TORCH, weight_decay=20.0), [torch.arange(length) for length in (20, 9, 14)]
+    (packed,) = model.log_probs([pack(seqs)])
+    for ours, seq in zip(packed.split([len(seq) for seq in seqs]), seqs, strict=True):
+        theirs = reference(input_ids=seq[None]).logits[0, :-1].log_softmax(-1).gather(1, seq[1:, None]).squeeze(1)
+        torch.testing.assert_close(ours[:-1], theirs, atol=2e-5, rtol=0)
+    model.train_step([replace(pack(seqs), fields={})], lambda found, *_: (found.sum() * 1e-3, {}))
+    held, now = load_file(tmp_path / "model.safetensors"), alone.exported(model)
+    assert {name for name, tensor in held.items() if torch.equal(tensor, now[name])} >= {name for name in held if ".indexer." in name}
+    with pytest.raises(MyxoError, match=r"Attention chooses 20 of a sequence's 21 keys"):
+        model.log_probs([pack([torch.arange(21)])])
+
+
+def test_arguments_of_attention_that_are_not_known_are_refused():
+    """Of a choice of blocks of keys (MiniMax-M3's), or of keys behind those of the tokens (DeepSeek-V4's), nothing is left out."""
+    module, starts, tensor = torch.nn.Identity(), Sequences([0, 5], torch.tensor([0, 5], dtype=torch.int32)), torch.ones(1, 2, 5, 8)
+    for keys, options, words in (
+        (tensor, {"block_indices": torch.zeros(1, 5, 1)}, "does not know block_indices, which Identity"),
+        (torch.ones(1, 2, 6, 8), {}, "keys that are no tokens"),
+        (tensor, {"is_causal": False}, "has no masks"),
+    ):
+        with pytest.raises(MyxoError, match=words):
+            packed_attention.attend(module, tensor, keys, keys, None, packed_sequences=starts, **options)
+    known = {"position_ids": torch.arange(5)[None], "dropout": 0.0, "block_indices": None, "is_causal": None, "use_cache": False}
+    packed_attention.attend(module, tensor, tensor, tensor, None, packed_sequences=starts, **known)
+
+
+@pytest.mark.parametrize("kind, noise", [("phimoe", {"router_jitter_noise": 0.3}), ("starcoder2", {"embedding_dropout": 0.3}), ("opt", {})])
 def test_training_computes_what_log_probs_are_of(kind, noise, alone, tmp_path, monkeypatch):
     """The engine knows neither dropout nor routers' noise, which a model of transformers has while it trains."""
-    experts = {"num_local_experts": 4, "num_experts_per_tok": 2} if kind == "phimoe" else {"residual_dropout": 0.3}
-    monkeypatch.setitem(OTHERS, kind, {"sliding_window": None, **experts, **noise})
+    more = {"phimoe": {"num_local_experts": 4, "num_experts_per_tok": 2}, "opt": {"dropout": 0.3, "ffn_dim": 48, "word_embed_proj_dim": 32}}
+    monkeypatch.setitem(OTHERS, kind, {"sliding_window": None, **more.get(kind, {"residual_dropout": 0.3}), **noise})
     checkpoint(kind, tmp_path)
     for more in ({}, {"recompute": True}):
         model, batch, seen = alone.actor(tmp_path, **TORCH, **more), alone.micro_batch(0), []
@@ -572,6 +643,7 @@ def test_what_it_does_not_take_is_refused(hf, alone, tmp_path, monkeypatch):
         ({"pipeline_model_parallel_size": 2}, ["pipeline_model_parallel_size", "FSDP2"]),
         ({"tensor_model_parallel_size": 2, "lora_rank": 4}, ["tensor_model_parallel_size", "lora_rank = 4"]),
         ({"expert_model_parallel_size": 2, "fsdp_shard_ranks": 2}, ["expert_model_parallel_size", "fsdp_shard_ranks = 2"]),
+        ({"tensor_model_parallel_size": 2, "fsdp_cpu_offload": True}, ["tensor_model_parallel_size", "fsdp_cpu_offload = True"]),
         ({"megatron": {"moe_grouped_gemm": True}}, ["trainer.megatron"]),
         ({"quantization_aware": True}, ["trainer.quantization_aware = True", "Megatron's"]),
         ({"train_env_vars": {"OPEN_TRAINING_INT4_FAKE_QAT_FLAG": "1"}}, ["OPEN_TRAINING_INT4_FAKE_QAT_FLAG", "Megatron's"]),
@@ -581,6 +653,8 @@ def test_what_it_does_not_take_is_refused(hf, alone, tmp_path, monkeypatch):
         ({"use_routing_replay": True, "fsdp_compile": True}, ["fsdp_compile", "replayed routing"]),
     ]
     assert not not_refused(lambda change: list(map(_raised, TrainerSection.model_construct(**{**TORCH, **change}).torch_problems())), cases)
+    beside = {"expert_model_parallel_size": 2, "fsdp_cpu_offload": True}  # whose gradients are not summed by ranks
+    assert not list(TrainerSection.model_construct(**TORCH, **beside).torch_problems())
     checkpoint("granite", tmp_path)
     monkeypatch.setattr("services.trainer.fsdp.model.logit_transform", lambda _: {})
     with pytest.raises(ConfigError, match="behind the output layer"):
