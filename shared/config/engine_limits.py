@@ -82,9 +82,7 @@ def context_length(model_config: Mapping[str, Any]) -> int | None:
     return None
 
 
-def unequal_context_problem(
-    model_config: Mapping[str, Any], flags: Mapping[str, Any], device: str, trained: int | None = None
-) -> ConfigError | None:
+def unequal_context_problem(model_config: Mapping[str, Any], flags: Mapping[str, Any], device: str, trained: int = 0) -> ConfigError | None:
     """Returns why an engine computes otherwise than the trainer in a long context, or None where it does not.
 
     On a CPU sparse attention (``index_topk``) attends to every key, which is the same up to so many tokens. Rotary embeddings of type
@@ -97,7 +95,7 @@ def unequal_context_problem(
     bounds, keys = [], model_config.get("index_topk")
     if device == "cpu":
         bounds.append((keys, " on a CPU, index_topk; sparse attention needs a GPU"))
-    elif isinstance(keys, int) and trained is not None and trained > keys:
+    elif isinstance(keys, int) and trained > keys:
         bounds.append((keys, " with trainer_backend = torch, index_topk: it has no sparse attention; or as many max_tokens_per_gpu"))
     if "longrope" in (rope.get("rope_type"), rope.get("type")):
         short = entries.get("original_max_position_embeddings") or rope.get("original_max_position_embeddings")

@@ -193,7 +193,3 @@ class RoutingReplay:
             why = "false; this model's choices are not known: those that routers make by PyTorch's topk of experts in one tensor are"
             raise ConfigError(REPLAY, True, why)
         return found
-
-    def end(self) -> None:
-        """Leaves the choice to the routers."""
-        self._active = False

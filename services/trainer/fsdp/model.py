@@ -22,9 +22,8 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from services.trainer.fsdp import all_ranks, experts, packed_attention
 from services.trainer.fsdp.adapters import MARK, adapters_of, attach, peft_name
-from services.trainer.fsdp.experts import RoutingReplay
 from services.trainer.fsdp.fused_layers import compile_layers, compute_in_float8, fuse
-from services.trainer.fsdp.packed_attention import ContextPart, Sequences, TokenRows, mapped
+from services.trainer.fsdp.packed_attention import ContextPart, Sequences, TokenRows
 from services.trainer.fsdp.picture_inputs import MediaInputs
 from services.trainer.fsdp.shards import box_of, is_first_copy, local, mark, shard_of, whole_shape
 from services.trainer.fsdp.split_layers import SplitLayers, split
@@ -108,7 +107,7 @@ class FsdpModel(TrainedModel):
 
     backend: ClassVar[str | None] = "torch"
     hf_dir: Path
-    replay: RoutingReplay
+    replay: experts.RoutingReplay
     seeing: MediaInputs | None = None
     reshards: bool = True
     split: SplitLayers = field(default_factory=SplitLayers)
@@ -158,8 +157,7 @@ class FsdpModel(TrainedModel):
                 module.reshard()
 
     def zero_gradients(self) -> None:
-        for parameter in self.root.parameters():
-            parameter.grad = None
+        self.root.zero_grad()
 
     def weight_tensors(self, adapters: bool = False) -> list[Tensor]:
         if adapters:
@@ -224,7 +222,8 @@ class FsdpModel(TrainedModel):
             pixels = {name: tensor.to(device()) for name, tensor in seen.pixels.items()}
             tokens, positions = seen.tokens.to(device())[None], seen.positions.to(device())
             return self.root(tokens, positions, sequences, read, pixels, len(batch.tokens))
-        rows, tokens, starts, part, missing = self._rows(len(batch.tokens)), batch.tokens, batch.cu_seqlens.tolist(), None, 0
+        group, tokens, starts, part, missing = all_ranks.group("batch"), batch.tokens, batch.cu_seqlens.tolist(), None, 0
+        rows = None if group is None else TokenRows(len(tokens), self.layout.context, self.layout.tensor, group.rank())
         if rows is not None:
             starts = starts if rows.total == rows.count else [*starts, rows.total]
             missing = rows.total - rows.count
@@ -244,16 +243,9 @@ class FsdpModel(TrainedModel):
             found = self.root(tokens.to(device())[None], positions.to(device())[None], sequences, read, rows=rows)
         finally:
             self.split.cuts = False
-        if rows is None:
+        if rows is None or group is None:
             return found
-        group = all_ranks.group("batch")
-        assert group is not None
-        return mapped(lambda own: rows.joined(own, group), found)
-
-    def _rows(self, tokens: int) -> TokenRows | None:
-        """Returns which tokens of a micro-batch this rank computes; None for all."""
-        group = all_ranks.group("batch")
-        return None if group is None else TokenRows(tokens, self.layout.context, self.layout.tensor, group.rank())
+        return rows.joined(found, group) if isinstance(found, Tensor) else tuple(rows.joined(one, group) for one in found)
 
     def head(self, weight: Tensor) -> OutputHead:
         """Returns the output layer over its gathered weight."""
@@ -316,7 +308,7 @@ def assemble(settings: TrainerSettings, hf_dir: Path, architecture: Architecture
         compile_layers(layers)
     options: dict[str, Any] = {"offload_policy": CPUOffloadPolicy(pin_memory=DEVICE_TYPE != "cpu")} if trainer.fsdp_cpu_offload else {}
     options["mp_policy"] = MixedPrecisionPolicy(param_dtype=None if dtype == torch.float32 else dtype, reduce_dtype=torch.float32)
-    replay = RoutingReplay(model, architecture.experts)
+    replay = experts.RoutingReplay(model, architecture.experts)
     root, cut, reshards = ScoredModel(model, settings.value_head), split(model, layout), trainer.fsdp_reshard_after_forward
     _shard(root, layers, layout, _mesh(trainer.fsdp_shard_ranks), reshards, options)
     for name, one in model.named_parameters():
@@ -431,7 +423,6 @@ def check_packing(model: FsdpModel, replays: bool = False) -> None:
         starts = torch.tensor([0, *itertools.accumulate(lengths)], dtype=torch.int32)
         batch = PackedBatch(tokens, tokens, torch.ones(len(tokens)), starts, max(lengths), {})
         found = model.run(batch, lambda hidden, weight, _: model.head(weight).logits(hidden), replays)
-        model.replay.end()
         return list(found.float().log_softmax(-1).split(lengths))
 
     try:

@@ -124,11 +124,6 @@ class ContextPart:
         return torch.cat([torch.arange(*span[2:]) for span in self.spans]).to(self.device)
 
 
-def mapped(function: Callable[[Tensor], Tensor], found: Any) -> Any:
-    """Returns tensors that a function was applied to: of one, or of a tuple."""
-    return function(found) if isinstance(found, Tensor) else tuple(map(function, found))
-
-
 NAME = "packed"
 PLACES = ("position_ids", "cu_seq_lens_q", "seq_idx")  # tensors that models hand on to attention, which knows as much by `Sequences`
 SCORES = 2**25  # that exist at a time where there is no kernel; `shared.model.memory_plan` counts them
@@ -162,7 +157,7 @@ class Sequences:
 
 @torch.compiler.disable  # the bounds of sequences are another program for each pack
 def attend(
-    module: torch.nn.Module,
+    module: Any,
     query: Tensor,
     key: Tensor,
     value: Tensor,

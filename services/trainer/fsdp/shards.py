@@ -38,12 +38,6 @@ def local(tensor: Tensor) -> Tensor:
     return found.to_local() if isinstance(found, DTensor) else found
 
 
-def shard_ranks(tensor: DTensor) -> tuple[int, int]:
-    """Returns this rank's place among the ranks that share a parameter's rows, and their number."""
-    mesh = tensor.device_mesh
-    return mesh.get_local_rank(mesh.ndim - 1), mesh.size(mesh.ndim - 1)
-
-
 def shard_group(tensor: Tensor) -> dist.ProcessGroup:
     """Returns the ranks that share a parameter's rows."""
     assert isinstance(tensor, DTensor)
@@ -59,9 +53,9 @@ def box_of(tensor: Tensor, rank: int | None = None) -> tuple[slice, ...]:
     """
     box = [slice(0, size) for size in tensor.shape]
     if isinstance(tensor, DTensor) and box:
-        split, (own, ranks) = split_of(tensor), shard_ranks(tensor)
-        place = own if rank is None else rank if split is None else rank // split.ranks
-        each = -(-tensor.shape[0] // ranks)
+        split, group = split_of(tensor), shard_group(tensor)
+        place = group.rank() if rank is None else rank if split is None else rank // split.ranks
+        each = -(-tensor.shape[0] // group.size())
         box[0] = slice(min(place * each, tensor.shape[0]), min((place + 1) * each, tensor.shape[0]))
         if split is not None:
             first = (dist.get_rank() if rank is None else rank) % split.ranks * tensor.shape[split.dimension]

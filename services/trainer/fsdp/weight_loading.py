@@ -43,7 +43,9 @@ def skeleton(hf_dir: Path, random: bool = False, sees: bool = False) -> Any:
     """
     try:
         config = transformers.AutoConfig.from_pretrained(hf_dir, local_files_only=True)
-        _without_dropout(config)
+        for part in [config, *(one for one in vars(config).values() if isinstance(one, transformers.PretrainedConfig))]:
+            # layers that compute again in the backward pass are in training, of which the code of some (OPT's) asks by itself
+            vars(part).update({name: 0.0 for name, value in vars(part).items() if "drop" in name and type(value) in (int, float)})
         with device() if random else _parameters_hold_nothing():  # numbers by the billion are made where they are needed
             maker: Any = transformers.AutoModelForMultimodalLM if sees else transformers.AutoModelForCausalLM
             model = maker.from_config(config, dtype=torch.float32, attn_implementation=attention(sees))
@@ -53,15 +55,6 @@ def skeleton(hf_dir: Path, random: bool = False, sees: bool = False) -> Any:
         conversions = get_model_conversion_mapping(model, add_legacy=False)
         model._weight_conversions = [one for one in conversions if not one.scope_prefix]
     return model
-
-
-def _without_dropout(config: transformers.PretrainedConfig) -> None:
-    """Has no layer drop anything: one that is computed again in the backward pass is in training, and its own code may ask for that."""
-    for name, value in vars(config).items():
-        if isinstance(value, transformers.PretrainedConfig):
-            _without_dropout(value)
-        elif "drop" in name and type(value) in (int, float):
-            setattr(config, name, 0.0)
 
 
 @contextlib.contextmanager
@@ -167,11 +160,8 @@ def _whole(directory: Path, model: Any) -> Any:
         found, notes = cast(Any, type(model).from_pretrained)(directory, **options)
     except (OSError, ValueError, KeyError, RuntimeError) as error:
         raise ConfigError(FIELD, str(directory), f"a causal language model that transformers reads ({error})") from error
-    for kind in ("missing_keys", "mismatched_keys"):
-        if notes.get(kind):
-            raise ConfigError(
-                FIELD, str(directory), f"a checkpoint with all of its model's tensors; {kind}: {sorted(map(str, notes[kind]))[:5]}"
-            )
+    if lacking := sorted(map(str, [*notes.get("missing_keys", ()), *notes.get("mismatched_keys", ())])):
+        raise ConfigError(FIELD, str(directory), f"a checkpoint with all of its model's tensors, as config.json has them: {lacking[:5]}")
     vocab_size = model.config.get_text_config().vocab_size
     if found.config.get_text_config().vocab_size != vocab_size:
         raise ConfigError(FIELD, str(directory), f"a checkpoint of the same model, with a vocabulary of {vocab_size}")
