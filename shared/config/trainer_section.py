@@ -447,11 +447,10 @@ class TrainerSection(Section):
             )
 
     def _sharing_problems(self, own: str) -> Iterator[ConfigError]:
-        shared = {name: getattr(self, name) for name in ("tensor_model_parallel_size", "expert_model_parallel_size")}
-        for name, size in shared.items():
-            alone: tuple[str, ...] = ("lora_rank", "fsdp_shard_ranks", "fsdp_compile", "fsdp_float8")
-            alone += ("fsdp_cpu_offload",) if name == "tensor_model_parallel_size" else ()  # gradients are summed between GPUs
-            others = (*alone, *(other for other in shared if other != name and shared[other] > 1))
+        alone = ("lora_rank", "fsdp_shard_ranks", "fsdp_compile", "fsdp_float8")
+        shared = {"tensor_model_parallel_size": (*alone, "fsdp_cpu_offload"), "expert_model_parallel_size": alone}
+        for name, apart in shared.items():
+            size, others = getattr(self, name), (*apart, *(other for other in shared if other != name and getattr(self, other) > 1))
             if size > 1 and (beside := [other for other in others if getattr(self, other)]):
                 yield ConfigError(f"trainer.{name}", size, f"1 {own} and {beside[0]} = {getattr(self, beside[0])}")
         if self.fsdp_float8 and self.lora_rank:

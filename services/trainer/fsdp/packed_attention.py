@@ -178,17 +178,12 @@ def attend(
 
     Raises MyxoError: the model does not hand sequences on, has other keys than these, or wants some of them alone.
     """
-    sinks, cap, kind, sequences = options.pop("s_aux", None), options.get("softcap"), type(module).__name__, packed_sequences
+    sinks, cap, sequences = options.pop("s_aux", None), options.get("softcap"), packed_sequences
     if attention_mask is not None or not getattr(module, "is_causal", True) or options.get("is_causal") is False:
-        raise MyxoError(f"attention {NAME!r} has no masks, which {kind} asks for")
+        raise MyxoError(f"attention {NAME!r} has no masks, which {type(module).__name__} asks for")
     if sequences is None:
-        raise MyxoError(f"{kind} does not say which sequences are packed")
-    chosen = options.pop("indices", None)
-    if chosen is not None and sequences.longest > module.config.index_topk:
-        raise MyxoError(f"{kind} chooses {module.config.index_topk} of a sequence's {sequences.longest} keys; attention {NAME!r} takes all")
-    strange = [name for name, one in options.items() if isinstance(one, Tensor) and name not in PLACES]
-    if strange or key.size(2) != query.size(2):
-        raise MyxoError(f"attention {NAME!r} does not know {', '.join(strange) or 'keys that are no tokens'}, which {kind} hands it")
+        raise MyxoError(f"{type(module).__name__} does not say which sequences are packed")
+    _check_keys(module, sequences, key.size(2) == query.size(2), **options)
     if sequences.part is not None:
         key, value = sequences.part.all_rows(key), sequences.part.all_rows(value)
     if query.is_cuda and cap is None and query.dtype != torch.float32:
@@ -203,6 +198,16 @@ def attend(
         seen = None if whole else _seen(q, k, sliding_window)
         outputs.append(F.scaled_dot_product_attention(q, k, v, attn_mask=seen, is_causal=whole, scale=scaling, enable_gqa=gqa))
     return torch.cat(outputs, 2).transpose(1, 2).contiguous(), None
+
+
+def _check_keys(module: Any, sequences: Sequences, of_tokens: bool, indices: Tensor | None = None, **options: Any) -> None:
+    """Raises MyxoError where a query is to see other keys than those of its sequence's tokens up to its own."""
+    kind, most = type(module).__name__, 0 if indices is None else module.config.index_topk
+    if indices is not None and sequences.longest > most:
+        raise MyxoError(f"{kind} chooses {most} of a sequence's {sequences.longest} keys; attention {NAME!r} takes all")
+    strange = [name for name, one in options.items() if isinstance(one, Tensor) and name not in PLACES]
+    if strange or not of_tokens:
+        raise MyxoError(f"attention {NAME!r} does not know {', '.join(strange) or 'keys that are no tokens'}, which {kind} hands it")
 
 
 def _seen(q: Tensor, k: Tensor, window: int | None) -> Tensor:

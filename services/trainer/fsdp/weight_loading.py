@@ -99,9 +99,7 @@ def fill(model: Any, held: dict[str, Tensor], directory: Path, own: bool) -> Non
     """
     sources = _all_sources(model, held, reader := reader_of(directory))
     if sources is None:  # named or laid out otherwise: transformers knows how to read it, as a whole
-        if type(reader) is not SafetensorsReader:
-            raise ConfigError(FIELD, str(directory), "plain numbers, or tensors with the names that transformers gives them")
-        whole = _whole(directory, model)
+        whole = _whole(reader, model)
         given = whole.state_dict()
         if own:
             model._weight_conversions = getattr(whole, "_weight_conversions", None)
@@ -153,8 +151,11 @@ def _copy_part(reader: SafetensorsReader, name: str, view: Tensor, shape: torch.
     target.as_strided(part.shape, view.stride(), at).copy_(part)
 
 
-def _whole(directory: Path, model: Any) -> Any:
-    """Returns transformers' model with its weights in host memory. Raises ConfigError: it does not read the checkpoint."""
+def _whole(reader: SafetensorsReader, model: Any) -> Any:
+    """Returns transformers' model with its weights in host memory. Raises ConfigError: it does not read the checkpoint, or should not."""
+    directory = reader.hf_dir
+    if type(reader) is not SafetensorsReader:
+        raise ConfigError(FIELD, str(directory), "plain numbers, or tensors with the names that transformers gives them")
     options: dict[str, Any] = {"dtype": torch.float32, "local_files_only": True, "output_loading_info": True}
     try:
         found, notes = cast(Any, type(model).from_pretrained)(directory, **options)
