@@ -3,16 +3,13 @@
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from services.trainer.actor import Actor
 from services.trainer.backend import gather_plan
 from services.trainer.reference_policy import FrozenWeights
-from services.trainer.weights.stage_sender import StageExport
-from shared.transfer.bucket_ring import slot_view
 from shared.transfer.manifest import Manifest
-from tests.unit.trainer.megatron.rank_steps import actor, exported, steps
+from tests.unit.trainer.megatron.rank_steps import actor, exported, push, steps
 from tests.unit.trainer.megatron.tiny import pack, sequences
 
 
@@ -32,17 +29,6 @@ def train(hf_dir: Path, config: dict[str, Any], count: int = 3) -> dict[str, Any
     report["log_probs"] = model.log_probs([pack(sequences(6, seed=9))])[0]
     model.model.silence_adapters()
     return {**report, "base": exported(model)}
-
-
-def reshard(hf_dir: Path, before: dict[str, Any], after: dict[str, Any], root: Path) -> dict[str, Any]:
-    """Two steps in one layout, the third in it and in another one, from a checkpoint."""
-    model = actor(hf_dir, **{"adam_eps": 1e-3, **before})
-    steps(model, 2)
-    model.save_checkpoint(root, 2)
-    straight, there = steps(model, 1, first=2), exported(model)
-    again = actor(hf_dir, **{"adam_eps": 1e-3, "seed": 99, **after})
-    again.load_checkpoint(root)
-    return {"steps": (straight, steps(again, 1, first=2)), "weights": (there, exported(again))}
 
 
 def saved_policies(hf_dir: Path, config: dict[str, Any], root: Path) -> dict[str, Any]:
@@ -67,14 +53,7 @@ def saved_policies(hf_dir: Path, config: dict[str, Any], root: Path) -> dict[str
 
 
 def pushed(hf_dir: Path, config: dict[str, Any]) -> tuple[Manifest, dict[str, Tensor]]:
-    """The manifest of this rank's stage, and on the stage's source what it fills the buckets with."""
+    """The manifest of this rank's stage after a step, and on the stage's source what it carries."""
     model = actor(hf_dir, **config)
     steps(model, 1)
-    plan = gather_plan(model.model, apart=True)
-    export, sent = StageExport(plan, bucket_bytes=1500), {}
-    for number, bucket in enumerate(export.manifest.buckets):
-        flat = torch.empty(bucket.nbytes, dtype=torch.uint8) if plan.is_source else None
-        export.fill(number, flat)
-        sent |= {slot.name: slot_view(flat, slot).clone() for slot in bucket.slots} if flat is not None else {}
-    plan.leave()
-    return export.manifest, sent
+    return push(model, bucket_bytes=1500)

@@ -32,6 +32,7 @@ from shared.config.trainer_section import TrainerSection
 from shared.runtime.errors import MyxoError
 from shared.schema.kept_tokens import Kept
 from shared.transfer.bucket_ring import slot_view
+from shared.transfer.manifest import Manifest
 from tests.unit.trainer.megatron.tiny import VOCAB, pack, sequences
 
 TIMEOUT_SECONDS = 60.0
@@ -327,17 +328,19 @@ def fail_to_save(hf_dir: Path, root: Path) -> list[tuple[str, str, str]]:
     return errors
 
 
-def load_and_train(hf_dir: Path, config: dict[str, Any], root: Path, count: int) -> list[StepResult]:
-    model = actor(hf_dir, **config)
+def load_and_train(hf_dir: Path, config: dict[str, Any], root: Path, count: int) -> tuple[list[StepResult], dict[str, Tensor | None]]:
+    """Steps from the checkpoint of two, and the weights after them."""
+    model = actor(hf_dir, **{"seed": 99, **config})
     model.load_checkpoint(root)
-    return steps(model, count, first=2)
+    return steps(model, count, first=2), exported(model)
 
 
-def save_after(hf_dir: Path, config: dict[str, Any], root: Path, count: int) -> list[StepResult]:
+def save_after(hf_dir: Path, config: dict[str, Any], root: Path, count: int) -> tuple[list[StepResult], dict[str, Tensor | None]]:
+    """A checkpoint after so many steps; two more, and the weights after them."""
     model = actor(hf_dir, **config)
     steps(model, count)
     model.save_checkpoint(root, count)
-    return steps(model, 2, first=count)
+    return steps(model, 2, first=count), exported(model)
 
 
 def save_both(hf_dir: Path, config: dict[str, Any], root: Path, target: Path) -> Tensor:
@@ -357,6 +360,11 @@ def load_and_export(hf_dir: Path, config: dict[str, Any]) -> tuple[dict[str, Ten
 
 def pushed(model: Actor, bucket_bytes: int = 4096, **options: Any) -> dict[str, Tensor]:
     """What the channel of this rank's pipeline stage would carry, if this is its source; the last of two pushes over two buffers."""
+    return push(model, bucket_bytes, **options)[1]
+
+
+def push(model: Actor, bucket_bytes: int, **options: Any) -> tuple[Manifest, dict[str, Tensor]]:
+    """The manifest of this rank's stage, and that."""
     plan = gather_plan(model.model, apart=True)
     stage = StageExport(plan, bucket_bytes, **options)
     buckets, found = stage.manifest.buckets, {}
@@ -368,7 +376,7 @@ def pushed(model: Actor, bucket_bytes: int = 4096, **options: Any) -> dict[str, 
             if flat is not None:
                 found |= {slot.name: slot_view(flat, slot).clone() for slot in bucket.slots}
     plan.leave()
-    return found
+    return stage.manifest, found
 
 
 def bytes_read(hf_dir: Path, config: dict[str, Any]) -> int:

@@ -8,32 +8,28 @@ from services.trainer.megatron.hf_conversion import MegatronGatherPlan
 from services.trainer.megatron.hf_weights import parameters
 from shared.model.tensor_table import megatron_parameters
 from shared.runtime.errors import ConfigError
-from tests.support.tables import not_refused, table
+from tests.support.tables import not_refused, rare, table
 from tests.unit.trainer.megatron import lora_steps, rank_steps
-from tests.unit.trainer.megatron.test_checkpoint import assert_exact
+from tests.unit.trainer.megatron.test_checkpoint import NO_EMBEDDING, UPPER
+from tests.unit.trainer.megatron.test_layouts import EP2, PP2, TP2_SP, WHOLE, assert_steps
 from tests.unit.trainer.megatron.test_train_step import reference_steps
 
-TP2, PP2 = ({f"{kind}_model_parallel_size": 2} for kind in ("tensor", "pipeline"))
-TP2_SP = {**TP2, "sequence_parallel": True}
-WHOLE = {"use_distributed_optimizer": False}
-UPPER = {"only_train_params_name_list": (r"layers\.1\.", "output_layer", "final_layernorm")}
 LOWER = {"freeze_params_name_list": (r"layers\.1\.", "final_layernorm", "output_layer")}
-NO_EMBEDDING = {"freeze_params_name_list": ("embedding", "layernorm")}
 
 CASES = {"PP2, nothing trains on the first stage": ("qwen3", UPPER, PP2)}
 MORE = {
     "TP2 SP recompute": ("qwen3", NO_EMBEDDING, {**TP2_SP, "recompute": True}),
-    "MoE EP2, only experts": ("qwen3_moe", {"only_train_params_name_list": ("experts",)}, {"expert_model_parallel_size": 2}),
+    "MoE EP2, only experts": ("qwen3_moe", {"only_train_params_name_list": ("experts",)}, EP2),
     "DP2": ("qwen3", UPPER, {}),
     "PP2, nothing trains on the last stage": ("qwen3", LOWER, PP2),
     "PP2, a tied embedding": ("qwen3_tied", NO_EMBEDDING, PP2),
     "DP2 whole optimizer": ("qwen3", UPPER, WHOLE),
     "PP2, nothing trains on the first stage, whole optimizer": ("qwen3", UPPER, {**PP2, **WHOLE}),
-    "MoE EP2, routers frozen": ("qwen3_moe", {"freeze_params_name_list": ("router",)}, {"expert_model_parallel_size": 2}),
+    "MoE EP2, routers frozen": ("qwen3_moe", {"freeze_params_name_list": ("router",)}, EP2),
 }
 
 
-@pytest.mark.parametrize("kind", ["qwen2", pytest.param("qwen3", marks=pytest.mark.extra)])
+@pytest.mark.parametrize("kind", ["qwen2", rare("qwen3")])
 def test_steps_equal_plain_pytorch(kind, make_actor, hf, monkeypatch):
     import transformers
 
@@ -59,42 +55,19 @@ def test_steps_equal_plain_pytorch(kind, make_actor, hf, monkeypatch):
         assert torch.equal(tensor, loaded[name]) == ("layers.1." not in name or "down_proj" in name), name
 
 
-@pytest.mark.parametrize("case", [*CASES, *(pytest.param(case, marks=pytest.mark.extra) for case in MORE)])
+@pytest.mark.parametrize("case", [*CASES, *map(rare, MORE)])
 def test_two_ranks_equal_one_process(case, hf, once, two_ranks):
     kind, given, layout = (CASES | MORE)[case]
     expected = once(lora_steps.train, hf(kind), given, 2)
     ranks = two_ranks.run(lora_steps.train, hf(kind), {**given, **layout}, 2)
     for rank in ranks:
-        for step, reference in zip(rank["steps"], expected["steps"], strict=True):
-            assert step.loss == pytest.approx(reference.loss, abs=1e-5)
-            assert step.grad_norm == pytest.approx(reference.grad_norm, abs=1e-4)
+        assert_steps(rank["steps"], expected["steps"])
     loaded = load_file(hf(kind) / "model.safetensors")
     for name, tensor in ranks[0]["weights"].items():
         assert (tensor - expected["weights"][name]).abs().max() < 1e-4, name
         assert torch.equal(tensor, loaded[name]) == torch.equal(expected["weights"][name], loaded[name]), name
     moved = {name for name, tensor in expected["weights"].items() if not torch.equal(tensor, loaded[name])}
     assert moved and moved < set(loaded)
-
-
-@pytest.mark.parametrize("config", [{"recompute": True}, pytest.param({**WHOLE, "train_dtype": "bfloat16"}, marks=pytest.mark.extra)])
-def test_one_process_resumes_exactly(config, alone, hf, tmp_path):
-    assert_exact(alone.resume(hf("qwen3_tied"), {**NO_EMBEDDING, **config}, tmp_path))
-
-
-@pytest.mark.parametrize("config", [*(pytest.param(config, marks=pytest.mark.extra) for config in (PP2, TP2_SP)), {**PP2, **WHOLE}])
-def test_two_ranks_resume_exactly(config, hf, two_ranks, tmp_path):
-    for outcome in two_ranks.run(rank_steps.resume, hf("qwen3"), {**UPPER, **config}, tmp_path):
-        assert_exact(outcome)
-
-
-@pytest.mark.extra
-def test_another_layout_goes_on_from_a_checkpoint(hf, two_ranks, tmp_path):
-    for rank in two_ranks.run(lora_steps.reshard, hf("qwen3"), {**UPPER, **TP2_SP}, {**UPPER, **PP2}, tmp_path):
-        (straight,), (resumed,) = rank["steps"]
-        assert resumed.loss == pytest.approx(straight.loss, abs=1e-5)
-        assert resumed.grad_norm == pytest.approx(straight.grad_norm, abs=1e-4)
-        there, here = rank["weights"]
-        assert all(tensor is None or (tensor - here[name]).abs().max() < 1e-4 for name, tensor in there.items())
 
 
 def test_a_checkpoint_of_other_frozen_parameters_is_refused(make_actor, tmp_path):

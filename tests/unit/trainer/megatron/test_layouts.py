@@ -80,6 +80,13 @@ def one_process(hf, once):
     return lambda kind: once(rank_steps.reinforce, hf(kind), {})
 
 
+def assert_steps(found, expected):
+    """Of results of steps: losses and norms of gradients."""
+    for ours, theirs in zip(found, expected, strict=True):
+        assert ours.loss == pytest.approx(theirs.loss, abs=1e-5)
+        assert ours.grad_norm == pytest.approx(theirs.grad_norm, abs=1e-4)
+
+
 def assert_equal(expected, ranks):
     for rank in ranks:
         for name in ("grpo", "ppo", "critic 0", "critic 1", "critic 2"):

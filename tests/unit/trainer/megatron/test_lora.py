@@ -8,18 +8,15 @@ from safetensors.torch import load_file
 
 from services.trainer.megatron import hf_conversion
 from shared.runtime.errors import ConfigError
-from tests.support.tables import not_refused
+from tests.support.tables import not_refused, rare
 from tests.unit.trainer.megatron import lora_steps, rank_steps
-from tests.unit.trainer.megatron.test_checkpoint import assert_exact
+from tests.unit.trainer.megatron.test_checkpoint import LORA
+from tests.unit.trainer.megatron.test_layouts import CP2, EP2, PP2, TP2, TP2_SP, VPP2, WHOLE, assert_steps, etp
 from tests.unit.trainer.megatron.test_train_step import reference_steps
 from tests.unit.trainer.megatron.tiny import pack, sequences
 
-LORA = {"lora_rank": 4, "lora_alpha": 6.0}
-TP2, PP2 = ({f"{kind}_model_parallel_size": 2} for kind in ("tensor", "pipeline"))
-TP2_SP = {**TP2, "sequence_parallel": True}
 ATTENTION = {"target_modules": ("q_proj", "k_proj", "v_proj", "o_proj")}
 EXPERTS = {"target_modules": ("gate_proj", "up_proj", "down_proj")}
-EP2 = {"expert_model_parallel_size": 2}
 LATENT = {"target_modules": ("q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj")}
 
 TWO_RANKS = {"TP2 SP recompute": ("qwen3_tied", {**TP2_SP, "recompute": True})}
@@ -32,15 +29,16 @@ MORE = {
     "experts: TP2 SP ETP2": ("qwen3_moe", {**TP2_SP, **EXPERTS}),
     "TP2": ("qwen3", TP2),
     "TP2 SP": ("qwen3", TP2_SP),
-    "DP2 whole optimizer": ("qwen3", {"use_distributed_optimizer": False}),
-    "CP2": ("qwen3", {"context_parallel_size": 2}),
-    "PP2 VPP2 recompute": ("deep", {**PP2, "virtual_pipeline_model_parallel_size": 2, "recompute": True}),
+    "DP2 whole optimizer": ("qwen3", WHOLE),
+    "CP2": ("qwen3", CP2),
+    "DP2 recompute attention": ("qwen3", {"recompute_granularity": "selective", "recompute_modules": ("core_attn", "mlp")}),
+    "PP2 VPP2 recompute": ("deep", {**VPP2, "recompute": True}),
     "experts: DP2 some matrices": ("qwen3_moe_mixed", {"target_modules": ("q_proj", "up_proj")}),
-    "experts: TP2 SP ETP1 recompute": ("qwen3_moe", {**TP2_SP, "expert_tensor_parallel_size": 1, "recompute": True}),
-    "experts: CP2 EP2, whole optimizer": ("qwen3_moe", {"context_parallel_size": 2, **EP2, **EXPERTS, "use_distributed_optimizer": False}),
+    "experts: TP2 SP ETP1 recompute": ("qwen3_moe", {**TP2_SP, **etp(1), "recompute": True}),
+    "experts: CP2 EP2, whole optimizer": ("qwen3_moe", {**CP2, **EP2, **EXPERTS, **WHOLE}),
     "shared experts: TP2 SP EP2": ("glm4_moe", {**TP2_SP, **EP2}),
     "experts: PP2": ("deep_moe", PP2),
-    "MoE, attention: TP2 SP EP2": ("qwen3_moe", {**TP2_SP, "expert_model_parallel_size": 2, **ATTENTION}),
+    "MoE, attention: TP2 SP EP2": ("qwen3_moe", {**TP2_SP, **EP2, **ATTENTION}),
 }
 
 
@@ -105,10 +103,10 @@ def adapt(model, tensors, scale):
     ("kind", "targets"),
     [
         ("qwen3", ("all-linear",)),
-        pytest.param("qwen2", ("q_proj", "v_proj", "up_proj"), marks=pytest.mark.extra),
+        rare("qwen2", ("q_proj", "v_proj", "up_proj")),
         ("qwen3_moe", ("all-linear",)),
-        pytest.param("gpt_oss", ("q_proj", "v_proj"), marks=pytest.mark.extra),
-        pytest.param("glm4", ("all-linear",), marks=pytest.mark.extra),
+        rare("gpt_oss", ("q_proj", "v_proj")),
+        rare("glm4", ("all-linear",)),
     ],
 )
 def test_steps_equal_plain_pytorch(kind, targets, make_actor, hf, monkeypatch):
@@ -156,9 +154,7 @@ def one_process(hf, once):
 
 def assert_equal(expected, ranks):
     for rank in ranks:
-        for step, reference in zip(rank["steps"], expected["steps"], strict=True):
-            assert step.loss == pytest.approx(reference.loss, abs=1e-5)
-            assert step.grad_norm == pytest.approx(reference.grad_norm, abs=1e-4)
+        assert_steps(rank["steps"], expected["steps"])
         assert (rank["log_probs"] - expected["log_probs"]).abs().max() < 1e-4
     first = ranks[0]
     for what in ("weights", "adapters", "first"):
@@ -169,7 +165,7 @@ def assert_equal(expected, ranks):
     assert all(other["adapters"] is None for other in ranks[1:])
 
 
-@pytest.mark.parametrize("layout", [*TWO_RANKS, *(pytest.param(layout, marks=pytest.mark.extra) for layout in MORE)])
+@pytest.mark.parametrize("layout", [*TWO_RANKS, *map(rare, MORE)])
 def test_two_ranks_equal_one_process(layout, hf, one_process, two_ranks):
     kind, config = (TWO_RANKS | MORE)[layout]
     expected = one_process(kind, config.get("target_modules", ("all-linear",)))
@@ -195,53 +191,6 @@ def test_every_experts_matrix_is_merged_with_its_own_pair(one_process):
         torch.testing.assert_close(report["weights"][name], report["base"][name] + 6 / 4 * product, atol=1e-6, rtol=0)
 
 
-@pytest.mark.extra  # the layout above recomputes as well
-@pytest.mark.parametrize(
-    "recompute", [{"recompute": True}, {"recompute_granularity": "selective", "recompute_modules": ("core_attn", "mlp")}]
-)
-def test_recompute_changes_nothing(recompute, hf, one_process, alone):
-    assert_equal(one_process("qwen3", ("all-linear",)), [lora_steps.train(hf("qwen3"), {**LORA, **recompute})])
-
-
-@pytest.mark.parametrize(
-    ("kind", "config"),
-    [
-        pytest.param("qwen3", {}, marks=pytest.mark.extra),
-        pytest.param("qwen3", {"train_dtype": "bfloat16", "use_distributed_optimizer": False}, marks=pytest.mark.extra),
-        pytest.param("qwen3_moe", {}, marks=pytest.mark.extra),
-    ],
-)
-def test_one_process_resumes_exactly(kind, config, alone, hf, tmp_path):
-    assert_exact(alone.resume(hf(kind), {**LORA, **config}, tmp_path))
-
-
-@pytest.mark.parametrize(
-    ("kind", "config"),
-    [
-        ("qwen3_moe", EP2),
-        pytest.param("qwen3_tied", PP2, marks=pytest.mark.extra),
-        *(pytest.param("qwen3_tied", config, marks=pytest.mark.extra) for config in ({"train_dtype": "bfloat16"}, TP2_SP)),
-    ],
-)
-def test_two_ranks_resume_exactly(kind, config, hf, two_ranks, tmp_path):
-    for outcome in two_ranks.run(rank_steps.resume, hf(kind), {**LORA, **config}, tmp_path):
-        assert_exact(outcome)
-
-
-@pytest.mark.parametrize(
-    ("kind", "before", "after"),
-    [("qwen3_moe", EP2, TP2_SP), *(pytest.param("qwen3", *layouts, marks=pytest.mark.extra) for layouts in ((TP2, PP2), ({}, TP2_SP)))],
-)
-def test_another_layout_goes_on_from_a_checkpoint(kind, before, after, hf, two_ranks, tmp_path):
-    first, second = two_ranks.run(lora_steps.reshard, hf(kind), {**LORA, **before}, {**LORA, **after}, tmp_path)
-    for rank in (first, second):
-        (straight,), (resumed,) = rank["steps"]
-        assert resumed.loss == pytest.approx(straight.loss, abs=1e-5)
-        assert resumed.grad_norm == pytest.approx(straight.grad_norm, abs=1e-4)
-    there, here = first["weights"]
-    assert all((tensor - here[name]).abs().max() < 1e-4 for name, tensor in there.items())
-
-
 def test_a_checkpoint_of_other_adapters_is_refused(make_actor, tmp_path):
     make_actor("qwen3", **LORA).save_checkpoint(tmp_path, 1)
     with pytest.raises(ConfigError, match="lora.*'rank': 4.*None"):
@@ -250,7 +199,7 @@ def test_a_checkpoint_of_other_adapters_is_refused(make_actor, tmp_path):
         make_actor("qwen3", lora_rank=8).load_checkpoint(tmp_path)
 
 
-@pytest.mark.parametrize("config", [TP2, pytest.param(PP2, marks=pytest.mark.extra)])
+@pytest.mark.parametrize("config", [TP2, rare(PP2)])
 def test_a_saved_model_is_merged_and_beside_it_lie_the_adapters(config, hf, two_ranks, tmp_path):
     import transformers
 
@@ -305,7 +254,7 @@ def test_a_checkpoint_is_converted_to_the_merged_model(hf, two_ranks, tmp_path):
     assert held.keys() == lora_steps.adapters(actor).keys()
 
 
-@pytest.mark.parametrize("config", [pytest.param(TP2, marks=pytest.mark.extra), PP2])
+@pytest.mark.parametrize("config", [rare(TP2), PP2])
 def test_a_push_carries_each_stages_adapters_and_nothing_else(config, hf, two_ranks, make_actor):
     actor = make_actor("qwen3", **LORA, target_modules=("q_proj", "down_proj"))
     rank_steps.steps(actor, 1)

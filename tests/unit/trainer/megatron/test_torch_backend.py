@@ -253,8 +253,8 @@ def test_a_resume_is_exact(hf, two_ranks, tmp_path):
 @pytest.mark.extra  # a conversion reads in one process what two ranks wrote
 @pytest.mark.parametrize("more", [TENSOR, {}, EXPERT])
 def test_one_process_goes_on_where_two_ranks_were(more, hf, alone, two_ranks, tmp_path):
-    straight = two_ranks.run(rank_steps.save_after, hf("qwen3_moe"), {**TORCH, **more}, tmp_path, 2)[0]
-    for ours, theirs in zip(alone.load_and_train(hf("qwen3_moe"), TORCH, tmp_path, 2), straight, strict=True):
+    straight, _ = two_ranks.run(rank_steps.save_after, hf("qwen3_moe"), {**TORCH, **more}, tmp_path, 2)[0]
+    for ours, theirs in zip(alone.load_and_train(hf("qwen3_moe"), TORCH, tmp_path, 2)[0], straight, strict=True):
         assert ours.loss == pytest.approx(theirs.loss, abs=1e-5) and ours.grad_norm == pytest.approx(theirs.grad_norm, rel=1e-4)
     with pytest.raises(ConfigError, match="backend"):
         alone.load_and_train(hf("qwen3_moe"), {}, tmp_path, 1)
@@ -337,8 +337,8 @@ def test_copies_of_shards_and_shards_in_host_memory_train_as_one_rank_does(confi
     (exported, pushed), *_ = four_ranks.run(rank_steps.load_and_export, hf("qwen3_moe"), {**TORCH, **config})
     alike(exported, loaded := load_file(hf("qwen3_moe") / "model.safetensors"), 0)
     alike(pushed, loaded, 0)
-    straight = four_ranks.run(rank_steps.save_after, hf("qwen3_moe"), {**TORCH, **config}, tmp_path, 2)[0]
-    for ours, theirs in zip(alone.load_and_train(hf("qwen3_moe"), TORCH, tmp_path, 2), straight, strict=True):
+    straight, _ = four_ranks.run(rank_steps.save_after, hf("qwen3_moe"), {**TORCH, **config}, tmp_path, 2)[0]
+    for ours, theirs in zip(alone.load_and_train(hf("qwen3_moe"), TORCH, tmp_path, 2)[0], straight, strict=True):
         assert ours.loss == pytest.approx(theirs.loss, abs=1e-5) and ours.grad_norm == pytest.approx(theirs.grad_norm, rel=1e-4)
 
 
