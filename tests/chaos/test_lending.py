@@ -12,15 +12,14 @@ from tests.chaos.disturbed_run import run_seed
 from tests.chaos.fast.fast_config import FastShape, write_model
 from tests.chaos.fast.fast_variant import FastVariant
 from tests.chaos.schedule import KILL, Fault, Schedule
+from tests.support.tables import rare
 
 SHAPE = FastShape(lend=True, steps=8, groups=8, staleness=1)
 KILLED = ("rollout-1/engine/scheduler", "trainer-0", "rollout-1", "trainer-0")
 
 
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize(
-    "killed", [pytest.param((), id="well", marks=pytest.mark.extra), pytest.param(KILLED, id="deaths", marks=pytest.mark.extra)]
-)
+@pytest.mark.parametrize("killed", [rare((), id="well"), rare(KILLED, id="deaths")])
 def test_a_lent_engine_generates_and_nothing_is_lost_or_doubled(
     killed: tuple[str, ...], tmp_path: Path, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -123,7 +123,7 @@ def test_a_checkpoint_that_cannot_be_published_is_raised_with_its_cause(make_act
     assert [path.name for path in tmp_path.iterdir()] == ["step_00000003"]
 
 
-@pytest.mark.parametrize("wait", [pytest.param(True, marks=pytest.mark.extra), False])
+@pytest.mark.parametrize("wait", [rare(True), False])
 def test_a_full_disk_costs_a_checkpoint_and_leaves_the_one_before_it_whole(make_actor, tmp_path, wait):
     actor = make_actor("qwen3")
     rank_steps.steps(actor, 1)
@@ -156,9 +156,7 @@ def test_resetting_the_optimizer_loads_the_weights_only(make_actor, tmp_path):
     assert rank_steps.steps(again, 1)[0].lr == pytest.approx(3e-3 / 4)
 
 
-@pytest.mark.parametrize(
-    "config", [{}, pytest.param({"use_distributed_optimizer": False}, marks=pytest.mark.extra), {"trainer_backend": "torch"}]
-)
+@pytest.mark.parametrize("config", [{}, rare({"use_distributed_optimizer": False}), {"trainer_backend": "torch"}])
 def test_adams_bias_is_corrected_by_the_steps_since_its_moments_were_zero(config, make_actor, tmp_path):
     actor = make_actor("qwen3", **config, lr_warmup_iters=9)
     rank_steps.steps(actor, 3)
@@ -171,7 +169,7 @@ def test_adams_bias_is_corrected_by_the_steps_since_its_moments_were_zero(config
     assert rank_steps.steps(again, 2, first=4) == straight
 
 
-@pytest.mark.parametrize("backend", ["megatron", pytest.param("torch", marks=pytest.mark.extra)])
+@pytest.mark.parametrize("backend", ["megatron", rare("torch")])
 def test_of_a_run_that_is_made_longer_the_rate_decays_to_its_new_end(backend, make_actor, tmp_path):
     decays = {"trainer_backend": backend, "lr_decay_style": "linear"}
     actor = make_actor("qwen3", **decays, updates=4)
@@ -278,7 +276,7 @@ def test_a_missing_checkpoint_is_named_with_those_that_exist(make_actor, tmp_pat
         actor.load_checkpoint(tmp_path, step=5)
 
 
-@pytest.mark.parametrize("point", ["shards", *(pytest.param(point, marks=pytest.mark.extra) for point in ("marker", "aside"))])
+@pytest.mark.parametrize("point", ["shards", *map(rare, ("marker", "aside"))])
 def test_a_kill_while_saving_leaves_the_older_checkpoint(point, hf, fresh_world, make_actor, tmp_path):
     with pytest.raises(RankFailed, match="exit code -9"):
         fresh_world(1).run(rank_steps.save_and_die, hf("qwen3"), tmp_path, point)

@@ -12,7 +12,7 @@ from services.trainer.megatron.optimizer import Adam, PrecisionAdam
 from services.trainer.parallel import runtime
 from shared.config.trainer_section import LearningRateSchedule, OptimizerState
 from shared.runtime.errors import ConfigError
-from tests.support.tables import table
+from tests.support.tables import rare, table
 from tests.unit.trainer.megatron import rank_steps
 
 PLAIN = {"train_dtype": "bfloat16"}
@@ -33,9 +33,9 @@ def after_steps(hf_dir, count=3, **megatron):
 @pytest.mark.parametrize(
     "flags",
     [
-        pytest.param(OFFLOADED, marks=pytest.mark.extra),
+        rare(OFFLOADED),
         {**OFFLOADED, "optimizer_offload_fraction": 0.5},
-        pytest.param({"use_precision_aware_optimizer": True}, marks=pytest.mark.extra),
+        rare({"use_precision_aware_optimizer": True}),
     ],
 )
 def test_float32_state_gives_the_plain_adams_bits(flags, hf, monkeypatch):
@@ -54,10 +54,7 @@ def test_float32_state_gives_the_plain_adams_bits(flags, hf, monkeypatch):
     "flags",
     [
         OFFLOADED,
-        *(
-            pytest.param(flags, marks=pytest.mark.extra)
-            for flags in (NARROW, {**NARROW, "exp_avg_dtype": "fp8", "main_params_dtype": "fp16"})
-        ),
+        *(rare(flags) for flags in (NARROW, {**NARROW, "exp_avg_dtype": "fp8", "main_params_dtype": "fp16"})),
     ],
 )
 def test_a_checkpoint_goes_on_as_the_run_that_never_stopped(flags, hf, tmp_path, monkeypatch):
