@@ -46,7 +46,7 @@ from shared.transfer.weight_checkpoint import (
 )
 from tests.fuzz.mutations import as_json, as_msgpack, spoiled_bytes, spoiled_text
 from tests.support.rollout_reader import RolloutReader
-from tests.support.valid_messages import every_message
+from tests.support.valid_messages import every_message, example
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -81,12 +81,8 @@ def read_message(data: bytes) -> None:
 
 
 def a_sample() -> Sample:
-    length = 5
-    return Sample(
-        group="000007", index=0, prompt=np.arange(3, dtype=np.int32), response=np.arange(length, dtype=np.int32),
-        log_probs=np.full(length, -0.5, np.float32), mask=np.ones(length, np.uint8), segments=[(0, 2, 1), (2, length, 2)],
-        finish="stop", text="one two", label="7", metadata={"source": ["a", 1, None]}, prompt_text="What is 3 + 4?",
-    )  # fmt: skip
+    tokens = {"prompt": [0, 1, 2], "response": [0, 1, 2, 3, 4], "log_probs": -0.5, "segments": [(0, 2, 1), (2, 5, 2)]}
+    return example(Sample, **tokens, text="one two", label="7", metadata={"source": ["a", 1, None]}, prompt_text="What is 3 + 4?")
 
 
 def read_samples(data: bytes) -> None:

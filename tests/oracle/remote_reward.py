@@ -7,8 +7,6 @@ from types import SimpleNamespace
 from typing import Any
 from zlib import crc32
 
-import numpy as np
-
 from services.reward.remote_rewards import RemoteScorer
 from shared.config.reward_section import REMOTE, RewardSection
 from shared.hooks.slime import reward_dispatch
@@ -19,6 +17,7 @@ from shared.schema.sample import Sample
 from tests.support import reward_cases
 from tests.support.http_server import http_server
 from tests.support.reward_cases import Case
+from tests.support.valid_messages import example
 
 DRAWS = 400
 
@@ -70,22 +69,7 @@ def _given(case: Case) -> SimpleNamespace:
 def _stored(case: Case) -> Sample:
     response, label, metadata = case
     text, is_json = label_text(label)
-    tokens = np.zeros(1, np.int32)
-    return Sample(
-        group="g00000000",
-        index=0,
-        prompt=tokens,
-        response=tokens,
-        log_probs=np.zeros(1, np.float32),
-        mask=np.ones(1, np.uint8),
-        segments=[(0, 1, 0)],
-        finish="stop",
-        text=response,
-        prompt_text="1+1=",
-        label=text,
-        label_json=is_json,
-        metadata=metadata,
-    )
+    return example(Sample, group="g00000000", text=response, prompt_text="1+1=", label=text, label_json=is_json, metadata=metadata)
 
 
 def _nobodys() -> Generated:

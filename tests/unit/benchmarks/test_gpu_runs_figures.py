@@ -14,6 +14,7 @@ from benchmarks.gpu_runs.layout_figures import death_figures, problems, push_fig
 from shared.schema.service_messages import ServiceStatus
 from shared.schema.weight_messages import ReplicaPush, WeightsPushed
 from tests.support import tables
+from tests.support.valid_messages import example
 
 
 def line(event: str, when: float = 0.0, **fields: Any) -> dict[str, Any]:
@@ -184,9 +185,7 @@ def test_an_engine_that_is_not_there_is_not_killed(tmp_path: Path) -> None:
 
 
 def test_a_replica_serves_again_with_another_engine() -> None:
-    status = ServiceStatus(
-        service="rollout", instance="rollout-1", host="h", pid=1, http="", state="ready", version=3, incarnation="1", at=0
-    )
+    status = example(ServiceStatus, instance="rollout-1", state="ready", version=3, incarnation="1")
     assert serves_again(status, "0") and not serves_again(status, "1")
     assert not serves_again(status.model_copy(update={"state": "fenced"}), "0")
     assert not serves_again(status.model_copy(update={"version": -1}), "0")

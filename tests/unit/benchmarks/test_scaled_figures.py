@@ -13,17 +13,17 @@ from benchmarks.end_to_end.prediction import MeasuredEngine, predicted
 from benchmarks.end_to_end.run_record import RunRecord
 from benchmarks.end_to_end.scale_record import ScaleRecord, join_after
 from shared.schema.ledger import BatchFormed, GroupsScored, group_id
-from shared.schema.messages import Payload, SampleMeta, ScoredGroup, Trained
+from shared.schema.messages import SampleMeta, ScoredGroup, Trained
 from shared.schema.service_messages import MetricsWritten, ServiceEvent, ServiceStatus
+from tests.support.valid_messages import example
 
 ENDS = [100.0, 110.0, 120.0, 130.0, 140.0, 170.0, 180.0, 190.0, 194.0, 198.0, 202.0, 206.0]
 """When the steps of the run end: 10 s each, one of 30 s when replicas join at 141, 4 s each once it has settled."""
 
 
 def group(number: int, replica: str) -> ScoredGroup:
-    samples = [SampleMeta(tokens=16, trained=16, oldest=0, newest=0, finish="stop")] * 2
-    payload, name = Payload(keys=["k"], bytes=1), group_id(number)
-    return ScoredGroup(group=name, attempt=0, payload=payload, samples=samples, rewards=[0.0, 1.0], replica=replica, started=0.0, ended=1.0)
+    samples = [example(SampleMeta, tokens=16, trained=16, oldest=0, newest=0)] * 2
+    return example(ScoredGroup, group=group_id(number), samples=samples, rewards=[0.0, 1.0], replica=replica)
 
 
 def run_record() -> RunRecord:
@@ -40,7 +40,7 @@ def run_record() -> RunRecord:
 
 
 def status(instance: str, state: str, version: int) -> ServiceStatus:
-    return ServiceStatus(service="rollout", instance=instance, host="h", pid=1, http="", state=state, version=version, at=0.0)
+    return example(ServiceStatus, service="rollout", instance=instance, state=state, version=version)
 
 
 def caught_up(instance: str, detail: str) -> ServiceEvent:

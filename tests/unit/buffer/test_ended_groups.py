@@ -33,26 +33,17 @@ from shared.schema.ledger import (
     group_id,
 )
 from shared.schema.ledger_audit import audit
-from shared.schema.messages import Discarded, Failed, Payload, SampleMeta, ScoredGroup, Wanted
+from shared.schema.messages import Discarded, Failed, Payload, ScoredGroup, Wanted
 from tests.support.buffer_config import buffer_config
 from tests.support.run_config import run_config
 from tests.support.tables import table
+from tests.unit.buffer.decisions import meta, of_samples
 from tests.unit.buffer.world import World
 
 
 def scored(number: int, removed: tuple[int, ...] = ()) -> ScoredGroup:
-    return ScoredGroup(
-        group=group_id(number),
-        attempt=number,
-        payload=Payload(keys=[f"k{number}"], bytes=10),
-        samples=[SampleMeta(tokens=3, trained=3, oldest=version, newest=version, finish="stop") for version in (0, 2)],
-        rewards=[0.0, 1.0],
-        parts=({"form": 0.5}, {"form": 1.0}),
-        removed=removed,
-        replica="r",
-        started=0,
-        ended=1,
-    )
+    known = {"payload": Payload(keys=[f"k{number}"], bytes=10), "rewards": [0.0, 1.0], "parts": ({"form": 0.5}, {"form": 1.0})}
+    return of_samples(ScoredGroup, group_id(number), [meta(0, 0, 3), meta(2, 2, 3)], "", attempt=number, removed=removed, **known)
 
 
 def state(*records: LedgerRecord) -> BufferState:

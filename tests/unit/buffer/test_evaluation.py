@@ -15,39 +15,21 @@ from services.buffer.buffer_config import BufferConfig
 from services.buffer.evaluation_logger import EvaluationLogger
 from services.buffer.state import BufferState
 from shared.data import pass_rates
-from shared.schema.ledger import EvalEnded, EvalScored, EvalStarted, LedgerRecord, RunFinished
-from shared.schema.messages import EvaluationsRequest, Payload, SampleMeta, Scored
+from shared.schema.ledger import EvalEnded, EvalScored, EvalStarted, RunFinished
+from shared.schema.messages import EvaluationsRequest, Scored
 from tests.support.buffer_config import buffer_config
 from tests.support.run_config import run_config
 from tests.support.tables import table
+from tests.unit.buffer.decisions import fold, meta, of_samples
 
 SETS = {"sums": 2, "words": 1}
 LIMITS = buffer_config(steps=4, groups=2, samples=2, max_staleness=1, interval=1, eval_prompts=SETS, eval_interval=2, eval_timeout=100)
 
 
-def fold(state: BufferState, records: Sequence[LedgerRecord]) -> list[LedgerRecord]:
-    for record in records:
-        state.apply(record)
-    return list(records)
-
-
 def scored(group: str, rewards: list[float], lengths: list[int], *, full: int = 100, versions: tuple[int, int] = (0, 0)) -> Scored:
     """A held-out prompt that came back; responses of ``full`` tokens ended at their length."""
-    oldest, newest = versions
-    return Scored(
-        group=group,
-        attempt=0,
-        payload=Payload(keys=[group], bytes=1),
-        samples=[
-            SampleMeta(tokens=length, trained=length, oldest=oldest, newest=newest, finish="length" if length == full else "stop")
-            for length in lengths
-        ],
-        rewards=rewards,
-        replica="r",
-        environment="math",
-        started=0.0,
-        ended=1.0,
-    )
+    samples = [meta(*versions, length, "length" if length == full else "stop") for length in lengths]
+    return of_samples(Scored, group, samples, group, rewards=rewards)
 
 
 def started(limits: BufferConfig = LIMITS, at: float = 0.0) -> BufferState:

@@ -1,7 +1,6 @@
 """Single decisions of the buffer: what each event leads to, and what is refused in which words."""
 
 import dataclasses
-from collections.abc import Sequence
 
 import pytest
 
@@ -28,9 +27,10 @@ from shared.schema.ledger import (
     eval_group_parts,
     group_id,
 )
-from shared.schema.messages import Failed, Payload, SampleMeta, Scored
+from shared.schema.messages import Failed, Payload, Scored
 from tests.support.buffer_config import buffer_config
 from tests.support.tables import table
+from tests.unit.buffer.decisions import fold, meta, of_samples
 
 LIMITS = buffer_config(steps=4, groups=2, samples=2, max_staleness=1, interval=1)
 
@@ -43,23 +43,8 @@ def test_without_training_version_0_is_every_steps_and_admission_goes_by_the_ste
 
 
 def came_back(group: str, attempt: int = 0, samples: int = 2, rewards: int | None = None, oldest: int = 0, reward: float = 1.0) -> Scored:
-    return Scored(
-        group=group,
-        attempt=attempt,
-        payload=Payload(keys=[f"{group}:{attempt}"], bytes=1),
-        samples=[SampleMeta(tokens=1, trained=1, oldest=oldest, newest=oldest, finish="stop")] * samples,
-        rewards=[reward] * (samples if rewards is None else rewards),
-        replica="r",
-        environment="math",
-        started=0.0,
-        ended=1.0,
-    )
-
-
-def fold(state: BufferState, records: Sequence[LedgerRecord]) -> list[LedgerRecord]:
-    for record in records:
-        state.apply(record)
-    return list(records)
+    given = [reward] * (samples if rewards is None else rewards)
+    return of_samples(Scored, group, [meta(oldest, oldest)] * samples, f"{group}:{attempt}", attempt=attempt, rewards=given)
 
 
 def started(limits: BufferConfig = LIMITS, version: int = 0) -> BufferState:

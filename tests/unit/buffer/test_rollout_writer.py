@@ -25,6 +25,7 @@ from shared.schema.messages import Payload
 from shared.schema.sample import Sample
 from tests.support.rollout_reader import RolloutReader
 from tests.support.run_config import run_config
+from tests.support.valid_messages import example
 from tests.support.waiting import until
 
 BOUND = 1 << 20
@@ -38,18 +39,7 @@ def ended(number: int, status: str = "trained", attempt: int = 0, reason: str = 
 
 
 def job(number: int, text: str = "x" * 1000, again: bool = False) -> WrittenGroup:
-    made = Sample(
-        group=group_id(number),
-        index=0,
-        prompt=np.array([1], np.int32),
-        response=np.array([2, 3], np.int32),
-        log_probs=np.zeros(2, np.float32),
-        mask=np.ones(2, np.uint8),
-        segments=[(0, 2, 0)],
-        finish="stop",
-        text=text,
-        prompt_text="1+1=",
-    )
+    made = example(Sample, group=group_id(number), text=text, prompt_text="1+1=")
     return ended(number, payload=Payload(keys=["k"], bytes=9), rewards=(1.0,), again=again), sample.encode([made], 1 << 18), None
 
 

@@ -26,6 +26,7 @@ from shared.schema.ledger import (
 from shared.schema.messages import Batch, Interrupted, Payload, SampleMeta, Scored
 from tests.support.buffer_config import buffer_config
 from tests.support.tables import table
+from tests.unit.buffer.decisions import fold, meta, of_samples
 
 Ages = Sequence[tuple[int, int]]
 """(oldest, newest) version of each sample."""
@@ -36,24 +37,7 @@ def limits(**changes: Any) -> BufferConfig:
 
 
 def scored(number: int, ages: Ages = ((0, 0), (0, 0)), attempt: int = 0, **changes: Any) -> Scored:
-    return Scored(
-        group=group_id(number),
-        attempt=attempt,
-        payload=Payload(keys=[f"{number}:{attempt}"], bytes=1),
-        samples=[SampleMeta(tokens=4, trained=4, oldest=oldest, newest=newest, finish="stop") for oldest, newest in ages],
-        rewards=changes.pop("rewards", [1.0] * len(ages)),
-        replica="r",
-        environment="math",
-        started=0.0,
-        ended=1.0,
-        **changes,
-    )
-
-
-def fold(state: BufferState, records: Sequence[LedgerRecord]) -> list[LedgerRecord]:
-    for record in records:
-        state.apply(record)
-    return list(records)
+    return of_samples(Scored, group_id(number), [meta(*age, tokens=4) for age in ages], f"{number}:{attempt}", attempt=attempt, **changes)
 
 
 def at_step(run: BufferConfig, step: int, *groups: Scored) -> BufferState:

@@ -30,6 +30,7 @@ from shared.schema.ledger import (
 from shared.schema.ledger_audit import Audit
 from shared.schema.messages import Batch, BatchRefused, Failed, Interrupted, Payload, SampleMeta, Scored
 from shared.schema.versions import admissible_steps, is_lost, is_pushed, version_after
+from tests.unit.buffer.decisions import meta, of_samples
 
 
 def replay(records: Sequence[LedgerRecord]) -> BufferState:
@@ -325,25 +326,18 @@ class World:
                 samples.append(replace(old, newest=self.dice.randint(old.newest, max(old.newest, newest))))
                 continue
             oldest = job.oldest if index == 0 else self.dice.randint(job.oldest, newest)
-            samples.append(SampleMeta(tokens=3, trained=3, oldest=oldest, newest=self.dice.randint(oldest, newest), finish="stop"))
+            samples.append(meta(oldest, self.dice.randint(oldest, newest), 3))
         return samples
 
     def _scored(self, job: Job) -> Scored:
         key = f"{job.group}:{job.attempt}"
         samples = self.store[key] = self._samples(job)
         training = not job.group.startswith("eval")
-        return Scored(
-            group=job.group,
-            attempt=job.attempt,
-            payload=Payload(keys=[key], bytes=1),
-            samples=samples,
-            rewards=[float(self.dice.randint(0, 1)) for _ in samples],
-            removed=tuple(index for index in range(len(samples)) if self.filters and training and self.dice.random() < 0.2),
-            filtered="zero_std" if self.filters and training and self.dice.random() < 0.1 else None,
-            replica="r",
-            environment="math",
-            started=0.0,
-            ended=1.0,
+        rewards = [float(self.dice.randint(0, 1)) for _ in samples]
+        removed = tuple(index for index in range(len(samples)) if self.filters and training and self.dice.random() < 0.2)
+        filtered = "zero_std" if self.filters and training and self.dice.random() < 0.1 else None
+        return of_samples(
+            Scored, job.group, samples, key, attempt=job.attempt, rewards=rewards, removed=removed, filtered=filtered, environment="math"
         )
 
     def _deliver(self, lot: list[Scored]) -> None:

@@ -22,25 +22,13 @@ from shared.schema.sample import Sample
 from tests.support.run_config import run_config
 from tests.support.tables import table
 from tests.support.train_samples import train_sample
+from tests.support.valid_messages import example
 
 MODULE = "examples.hooks.arithmetic"
 
 
 def sample(index: int, text: str, **changes: object) -> Sample:
-    fields = {"finish": "stop", "metadata": {}, **changes}
-    return Sample(
-        group="g00000003",
-        index=index,
-        prompt=np.array([1], np.int32),
-        response=np.array([2, 3], np.int32),
-        log_probs=np.zeros(2, np.float32),
-        mask=np.ones(2, np.uint8),
-        segments=[(0, 2, 0)],
-        text=text,
-        prompt_text="40+2=",
-        label="42",
-        **fields,  # type: ignore[arg-type]
-    )
+    return example(Sample, group="g00000003", index=index, text=text, prompt_text="40+2=", label="42", **changes)
 
 
 @table(("text", "number"), [("42", "42"), ("(02 04)42", "42"), ("41 no. 40+2=42", "42"), ("no. 40+2=", "2"), ("", None), ("(", None)])

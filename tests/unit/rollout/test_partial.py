@@ -32,6 +32,7 @@ from shared.schema.sample import ExpertChoices, Sample
 from tests.support.qwen3_tokenizer import write_qwen3_tokenizer
 from tests.support.run_config import run_config
 from tests.support.tables import table
+from tests.support.valid_messages import example
 
 LONGEST = 1000
 
@@ -179,18 +180,8 @@ def test_a_stop_string_with_a_special_token_in_it_ends_no_text(tiny_model: Path)
 
 
 def ended(rollout: int, version: int, index: int = 0) -> Sample:
-    return Sample(
-        group=TASK.group,
-        index=index,
-        rollout=rollout,
-        prompt=TASK.prompt_tokens,
-        response=np.array([5, 6], np.int32),
-        log_probs=np.zeros(2, np.float32),
-        mask=np.ones(2, np.uint8),
-        segments=[(0, 2, version)],
-        finish="stop",
-        text="",
-    )
+    known = {"prompt": TASK.prompt_tokens, "response": [5, 6], "segments": [(0, 2, version)], "text": ""}
+    return example(Sample, group=TASK.group, index=index, rollout=rollout, **known)
 
 
 async def drawn(earlier: list[Sample], task: Task, directory: Path) -> list[HookSample]:

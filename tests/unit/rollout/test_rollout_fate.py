@@ -23,6 +23,7 @@ from shared.runtime.errors import DeadlineExceeded, MyxoError, PayloadMissing
 from shared.schema.messages import Failed, Payload, Sampling, Task
 from shared.store.payload_store import StoreRefused
 from tests.support.run_config import run_config
+from tests.support.valid_messages import example
 
 RAISED = HookFailed("field", "a:b", "ValueError: no")
 BLOCKED = HookFailed("field", "a:b", "it held up its process", disruptive=True)
@@ -89,15 +90,7 @@ def test_failures_are_replaced_by_surplus_rollouts_before_they_are_tried_again()
 
 
 def task_of(group: str) -> Task:
-    return Task(
-        group=group,
-        n=3,
-        prompt="1",
-        prompt_tokens=np.array([1], np.int32),
-        environment="math",
-        sampling=Sampling(temperature=1.0, max_new_tokens=1),
-        min_version=0,
-    )
+    return example(Task, group=group, n=3, min_version=0)
 
 
 @pytest.mark.parametrize(("group", "begun"), [("g00000001", 5), ("eval.heldout.0.1", 3)])

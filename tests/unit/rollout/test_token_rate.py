@@ -16,6 +16,7 @@ from services.rollout.speculation_switch import ENOUGH, TURN_SECONDS, LoadWindow
 from services.rollout.speculation_switch import WINDOW_SECONDS as SWITCH_SECONDS
 from shared.schema.service_messages import ServiceStatus
 from tests.support.tables import table
+from tests.support.valid_messages import example
 
 
 def integral(times: list[float], counts: list[float]) -> tuple[float, list[float]]:
@@ -205,7 +206,7 @@ def test_windows_are_of_one_load_and_one_state() -> None:
 
 
 def replica(number: int, state: str = "ready") -> ServiceStatus:
-    return ServiceStatus(service="rollout", instance=f"r{number}", host="h", pid=1, http="", state=state, version=1, at=0.0)
+    return example(ServiceStatus, service="rollout", instance=f"r{number}", state=state, version=1)
 
 
 def test_replicas_that_decide_at_the_same_time_restart_one_after_another() -> None:

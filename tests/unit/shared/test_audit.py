@@ -22,27 +22,17 @@ from shared.schema.ledger import (
     group_id,
 )
 from shared.schema.ledger_audit import audit
-from shared.schema.messages import Payload, SampleMeta, ScoredGroup
+from shared.schema.messages import SampleMeta, ScoredGroup
 from tests.support.attested_ledger import attested
 from tests.support.tables import table
+from tests.support.valid_messages import example
 
 BOUND, SIZE = 1, 2
 
 
 def scored(*numbers: int, oldest: int = 0, newest: int = 0) -> GroupsScored:
-    groups = [
-        ScoredGroup(
-            group=group_id(number),
-            attempt=0,
-            payload=Payload(keys=[f"key-{number}"], bytes=1),
-            samples=[SampleMeta(tokens=1, trained=1, oldest=oldest, newest=newest, finish="stop")],
-            rewards=[1.0],
-            replica="r",
-            started=0.0,
-            ended=1.0,
-        )
-        for number in numbers
-    ]
+    samples = [SampleMeta(tokens=1, trained=1, oldest=oldest, newest=newest, finish="stop")]
+    groups = [example(ScoredGroup, group=group_id(number), attempt=0, samples=samples) for number in numbers]
     return GroupsScored(groups=groups, at=0.0)
 
 

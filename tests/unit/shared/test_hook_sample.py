@@ -20,6 +20,7 @@ from shared.schema.ledger import is_evaluation
 from shared.schema.sample import Sample, SampleLimits, Score
 from shared.schema.sample import Sample as StoredSample
 from tests.support.tables import table
+from tests.support.valid_messages import example
 from tests.unit.shared.test_sample import samples
 
 SERVED = Served(begun=3, newest=5)
@@ -354,17 +355,8 @@ def decode(ids: Any, skip_special_tokens: bool) -> str:
 
 def sample(tokens: list[int], length: int, log_probs: list[float] | None, mask: list[int] | None = None, text: str | None = None) -> Sample:
     prompt, response = tokens[: len(tokens) - length], tokens[len(tokens) - length :]
-    return Sample(
-        group="g1",
-        index=0,
-        prompt=np.array(prompt, np.int32),
-        response=np.array(response, np.int32),
-        log_probs=None if log_probs is None else np.array(log_probs, np.float32),
-        mask=np.array(mask or [1] * length, np.uint8),
-        segments=[(0, length, 0)],
-        finish="stop",
-        text=decode(response, False) if text is None else text,
-    )
+    known = {"prompt": prompt, "response": response, "log_probs": log_probs, "mask": mask or 1}
+    return example(Sample, group="g1", text=decode(response, False) if text is None else text, **known)
 
 
 def found(one: Sample, *answers: Answer, changed: bool = False, whole: bool = True) -> SimpleNamespace:

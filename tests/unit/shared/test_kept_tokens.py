@@ -28,6 +28,7 @@ from shared.schema.sample import ExpertChoices, InvalidSample, Sample, SampleLim
 from shared.sessions.session import TurnGeneration
 from tests.support.run_config import run_config
 from tests.support.tables import table
+from tests.support.valid_messages import example
 
 LIMITS = SampleLimits(vocabulary=20, kept=True)
 ROWS = [[4, 9], [5], [7, 1, 6]]
@@ -35,16 +36,8 @@ ROW_LISTS = st.lists(st.lists(st.integers(0, 19), max_size=5), max_size=8)
 
 
 def sample(**changes: Any) -> Sample:
-    fields: dict[str, Any] = {
-        "prompt": np.array([1, 2, 3], np.int32),
-        "response": np.array([4, 5, 6], np.int32),
-        "log_probs": np.full(3, -1.0, np.float32),
-        "mask": np.ones(3, np.uint8),
-        "segments": [(0, 3, 0)],
-        "kept": Kept.of(ROWS),
-        "finish": "stop",
-    }
-    return Sample("g00000001", 0, **{**fields, **changes}, text="abc")
+    known = {"prompt": [1, 2, 3], "response": [4, 5, 6], "log_probs": -1.0, "kept": Kept.of(ROWS), "text": "abc"}
+    return example(Sample, **{"group": "g00000001", **known, **changes})
 
 
 def rows_of(kept: Kept | None) -> list[list[int]]:
@@ -258,15 +251,7 @@ ROUTED = (np.arange(5 * 4) % 4).astype(np.int16).reshape(5, 2, 2)
 
 
 def routed(**changes: Any) -> Sample:
-    fields: dict[str, Any] = {
-        "prompt": np.array([1, 2, 3], np.int32),
-        "response": np.array([4, 5, 6], np.int32),
-        "log_probs": np.full(3, -1.0, np.float32),
-        "mask": np.ones(3, np.uint8),
-        "segments": [(0, 3, 0)],
-        "routed_experts": ROUTED,
-    }
-    return Sample("g00000001", 0, **{**fields, **changes}, finish="stop", text="abc")
+    return sample(**{"kept": None, "routed_experts": ROUTED, **changes})
 
 
 def test_they_come_back_from_the_store_as_they_went() -> None:

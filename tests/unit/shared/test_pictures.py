@@ -20,6 +20,7 @@ from shared.schema.sample import Sample, SampleLimits, decode, encode
 from tests.support.run_config import run_config, write_jsonl
 from tests.support.tables import not_refused
 from tests.support.tiny_vision import png, write_tiny_vision_model
+from tests.support.valid_messages import example
 
 KEY = {"image": "images"}
 
@@ -214,9 +215,7 @@ def test_runs_that_cannot_show_pictures_are_refused(folder):
 
 def test_samples_whose_pictures_are_not_those_of_their_tokens_are_refused(folder):
     prompt, check = reader(folder).read(entry(folder, prompt="<image>?", images=["a.png"])), picture_check(config(folder))
-    whole = Sample(
-        "g", 0, prompt.tokens, np.array([5], np.int32), None, np.zeros(1, np.uint8), [(0, 1, 0)], "stop", "", pictures=prompt.pictures
-    )
+    whole = example(Sample, prompt=prompt.tokens, pictures=prompt.pictures)
     limits = SampleLimits(pictures=check)
     assert whole.problem(limits) is None
     cases = {

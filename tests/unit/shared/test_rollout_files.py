@@ -10,24 +10,20 @@ from shared.data import rollout_files
 from shared.data.rollout_files import RolloutRecord
 from shared.schema.sample import Sample
 from tests.support.rollout_reader import RolloutReader
+from tests.support.valid_messages import example
 
 
 def sample(index: int = 0, **changes: Any) -> Sample:
+    tokens = {"prompt": [7, 8], "response": [11, 12, 13], "log_probs": [-0.3, np.nan, -1.25], "mask": [1, 0, 1]}
     fields: dict[str, Any] = {
-        "group": "g00000001",
-        "index": index,
-        "prompt": np.array([7, 8], np.int32),
-        "response": np.array([11, 12, 13], np.int32),
-        "log_probs": np.array([-0.3, np.nan, -1.25], np.float32),
-        "mask": np.array([1, 0, 1], np.uint8),
+        **tokens,
         "segments": [(0, 2, 4), (2, 3, 5)],
-        "finish": "stop",
         "text": 'fünf "\n',
         "prompt_text": [{"role": "user", "content": "2+3="}],
         "label": "5",
         "metadata": {"level": 2, "odd": float("inf"), "array": np.array([1, 2])},
     }
-    return Sample(**{**fields, **changes})
+    return example(Sample, group="g00000001", index=index, **{**fields, **changes})
 
 
 def record(group: str = "g00000001", attempt: int = 0, *, tokens: bool = False, **fields: Any) -> RolloutRecord:

@@ -20,6 +20,7 @@ from tests.support.run_config import run_config
 from tests.support.tables import not_refused
 from tests.support.tiny_audio import wav, write_tiny_audio_model
 from tests.support.tiny_vision import write_tiny_vision_model
+from tests.support.valid_messages import example
 
 
 @pytest.fixture(scope="module")
@@ -129,8 +130,7 @@ def test_bad_sounds_are_refused(folder):
 def test_samples_whose_sounds_are_not_those_of_their_tokens_are_refused(folder):
     problem, rule = picture_check(config(folder)), MediaRule.of_run(config(folder))
     prompt = reader(folder).read(entry(folder, prompt="<audio>?", sounds=["a.wav"]))
-    numbers = (np.zeros(1, np.int32), np.zeros(1, np.float32), np.ones(1, np.uint8))
-    sample = Sample("g0", 0, prompt.tokens, *numbers, [(0, 1, 0)], "length", "", pictures=prompt.pictures)
+    sample = example(Sample, prompt=prompt.tokens, pictures=prompt.pictures)
     assert problem(sample) is None and rule.unexpanded(prompt.tokens).tolist().count(rule.token) == 1
     assert "sounds take 6 tokens, and 12 tokens stand for sounds" in problem(replace(sample, pictures=(wav(0.25),)))
     for wrong in (wav(0.5, rate=8000), wav(0.5, channels=2), wav(31), wav(0), b"RIFF", prompt.pictures[0][:30], b"\x89PNG"):

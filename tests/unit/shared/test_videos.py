@@ -21,6 +21,7 @@ from shared.schema.sample import Sample
 from tests.support.run_config import run_config
 from tests.support.tables import not_refused
 from tests.support.tiny_vision import gif, png, write_tiny_vision_model
+from tests.support.valid_messages import example
 from tests.unit.shared.test_pictures import bomb
 
 SHADES = [20, 60, 100, 140, 180, 220]
@@ -172,8 +173,7 @@ def test_bad_videos_are_refused(folder):
 
 def test_samples_whose_videos_are_not_those_of_their_tokens_are_refused(folder):
     problem, prompt = picture_check(config(folder)), read(folder, videos=[animated("GIF", 500)])
-    numbers = (np.zeros(1, np.int32), np.zeros(1, np.float32), np.ones(1, np.uint8))
-    sample = Sample("g0", 0, prompt.tokens, *numbers, [(0, 1, 0)], "length", "", pictures=prompt.pictures)
+    sample = example(Sample, prompt=prompt.tokens, pictures=prompt.pictures)
     assert problem(sample) is None
     assert "videos take 4 tokens, and 12 tokens stand for videos" in problem(replace(sample, pictures=(strip_of(shades()[:2]),)))
     for wrong in (png(56, 56), strip_of(shades(50, 50)), b"RIFF", b"", prompt.pictures[0][:40]):

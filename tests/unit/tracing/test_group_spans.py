@@ -9,21 +9,14 @@ from services.buffer.group_spans import GroupSpans
 from shared.runtime.traces import TraceSpan
 from shared.schema import ledger
 from shared.schema.ledger import LedgerRecord
-from shared.schema.messages import Payload, SampleMeta, ScoredGroup
+from shared.schema.messages import SampleMeta, ScoredGroup
+from tests.support.valid_messages import example
 
 
 def scored(group: str, started: float, rewards: Iterable[float] = (1.0, 0.0), attempt: int = 0) -> ScoredGroup:
-    meta = SampleMeta(tokens=3, oldest=0, newest=0, finish="stop", trained=3)
-    return ScoredGroup(
-        group=group,
-        attempt=attempt,
-        payload=Payload(keys=["key"], bytes=1),
-        samples=[meta, meta],
-        replica="rollout-0",
-        started=started,
-        ended=started + 1,
-        rewards=list(rewards),
-    )
+    samples = [example(SampleMeta, tokens=3, oldest=0, newest=0, trained=3)] * 2
+    known = {"samples": samples, "rewards": list(rewards), "replica": "rollout-0"}
+    return example(ScoredGroup, group=group, attempt=attempt, started=started, ended=started + 1, **known)
 
 
 def spans(*records: LedgerRecord) -> list[TraceSpan]:

@@ -3,7 +3,6 @@
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -18,6 +17,7 @@ from shared.runtime.telemetry import Metrics
 from shared.runtime.traces import TraceSettings, TraceSpan, step_trace, trace_ids, trace_settings
 from tests.support.otlp_receiver import OtlpReceiver
 from tests.support.tables import table
+from tests.support.waiting import wait_until
 
 IDENTITY = {"service.name": "buffer", "service.instance.id": "buffer-0"}
 DEADLINE = 60.0
@@ -49,13 +49,6 @@ def group(number: int = 0, **fields: object) -> TraceSpan:
     return TraceSpan(**{"trace": f"g{number:08d}", "name": "group", "started": 10.0, "ended": 12.5, "root": True, **fields})
 
 
-def until(condition: Callable[[], object], what: str) -> None:
-    end = time.monotonic() + DEADLINE
-    while not condition():
-        assert time.monotonic() < end, f"{what} did not come within {DEADLINE:g} s"
-        time.sleep(0.02)
-
-
 def test_a_span_arrives_as_it_was_noted(exporting: Exporting) -> None:
     with OtlpReceiver() as receiver:
         export = exporting(receiver.url, OTEL_EXPORTER_OTLP_HEADERS="authorization=Bearer%20secret", OTEL_EXPORTER_OTLP_COMPRESSION="gzip")
@@ -63,7 +56,7 @@ def test_a_span_arrives_as_it_was_noted(exporting: Exporting) -> None:
         events, links = (("requeued: stale", 11.0),), (step_trace(3),)
         export.add(group(events=events, links=links, attributes=known))
         export.add(group(name="score", root=False, error="no verifier\ud800", started=11.0, ended=10.0))
-        until(lambda: len(receiver.spans) == 2, "both spans")
+        wait_until(lambda: len(receiver.spans) == 2, "both spans")
     root, child = receiver.spans
     trace, span = trace_ids("run 2026", "g00000000")
     assert (root.trace, root.id, root.parent) == (f"{trace:032x}", f"{span:016x}", "")
@@ -102,15 +95,15 @@ def test_an_endpoint_that_comes_late_gets_what_comes_after_it(exporting: Exporti
         export = exporting(f"http://127.0.0.1:{port}", metrics)
         for number in range(5):
             export.add(group(number))
-            until(lambda lost=number + 1: metrics.values.get("spans_lost", 0) == lost, "the loss of a span")
+            wait_until(lambda lost=number + 1: metrics.values.get("spans_lost", 0) == lost, "the loss of a span")
         warnings = [line for line in logged if line["event"] == "traces_not_exported"]
         assert len(warnings) == 1, "one warning a minute"
         assert (warnings[0]["log_level"], warnings[0]["lost"]) == ("warning", 1) and str(port) in warnings[0]["endpoint"]
         assert warnings[0]["reason"]
         with OtlpReceiver(port=port) as receiver:
             export.add(group(9))
-            until(lambda: receiver.spans, "the span")
-            until(lambda: metrics.values.get("spans_exported") == 1, "its count")
+            wait_until(lambda: receiver.spans, "the span")
+            wait_until(lambda: metrics.values.get("spans_exported") == 1, "its count")
         assert [line["event"] for line in logged][-1] == "traces_exported_again"
 
 
@@ -121,10 +114,10 @@ def test_a_receiver_that_refuses_costs_its_spans_only(exporting: Exporting, answ
     with OtlpReceiver(answer=answer) as receiver:
         export = exporting(receiver.url, metrics)
         export.add(group())
-        until(lambda: metrics.values.get("spans_lost") == 1, "the loss")
+        wait_until(lambda: metrics.values.get("spans_lost") == 1, "the loss")
         receiver.answer = 200
         export.add(group(1))
-        until(lambda: receiver.spans, "the next span")
+        wait_until(lambda: receiver.spans, "the next span")
 
 
 def test_a_receiver_that_hangs_holds_up_nobody(exporting: Exporting, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -135,7 +128,7 @@ def test_a_receiver_that_hangs_holds_up_nobody(exporting: Exporting, monkeypatch
     with OtlpReceiver(delay_s=DEADLINE) as receiver:
         export = exporting(receiver.url, metrics)
         export.add(group())
-        until(lambda: receiver.headers, "the first request")
+        wait_until(lambda: receiver.headers, "the first request")
         for number in range(5000):
             export.add(group(number))
         assert len(export._waiting) == 1000

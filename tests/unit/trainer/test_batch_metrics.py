@@ -21,6 +21,7 @@ from shared.schema.messages import Batch, BatchGroup, EvalFigures, Payload, Rewa
 from shared.schema.sample import Sample
 from tests.support.tables import table
 from tests.support.train_samples import train_sample
+from tests.support.valid_messages import example
 
 
 def says(*tokens: int, times: int = 1) -> list[int]:
@@ -155,9 +156,7 @@ def test_conversations_are_measured_with_and_without_what_tools_gave() -> None:
 
 @table(("metadata", "rounds"), [({"round_number": 3}, 3), ({}, 0), ({"round_number": "many"}, 0), ({"round_number": None}, 0)])
 def test_rounds_are_those_that_a_sample_counts(metadata: dict[str, object], rounds: int) -> None:
-    arrays = {"prompt": np.int32([1]), "response": np.int32([2]), "log_probs": np.float32([-1]), "mask": np.uint8([1])}
-    sample = Sample(group="g", index=0, segments=[(0, 1, 0)], finish="stop", text="", metadata=metadata, **arrays)
-    assert batch_metrics.stats_row(sample, 1)[StatColumn.ROUNDS] == rounds
+    assert batch_metrics.stats_row(example(Sample, metadata=metadata), 1)[StatColumn.ROUNDS] == rounds
 
 
 def test_engines_times_are_of_the_samples_for_which_they_are_measured() -> None:
@@ -171,12 +170,10 @@ def test_engines_times_are_of_the_samples_for_which_they_are_measured() -> None:
     times = getattr(asked, ENGINE_TIMES)
     assert times == [6.0, 1.0, 1.25, 20.0, 22.0, 8.0, 24.0, 14.0]
     assert getattr(HookSample(**vars(asked)), ENGINE_TIMES) == times and ENGINE_TIMES not in vars(HookSample())
-    arrays = {"prompt": np.int32([1]), "response": np.int32([2]), "log_probs": np.float32([-1]), "mask": np.uint8([1])}
     stats = empty_table(5)
     for row, value in enumerate([times, [2.0], None, "many", [float("nan"), 1, 2]]):
         attributes = {} if value is None else {ENGINE_TIMES: value}
-        sample = Sample(group="g", index=0, segments=[(0, 1, 0)], finish="stop", text="", attributes=attributes, **arrays)
-        stats[row] = batch_metrics.stats_row(sample, 1)
+        stats[row] = batch_metrics.stats_row(example(Sample, attributes=attributes), 1)
     found = batch_metrics.engine_metrics(stats)
     assert {name: found[name] for name in found if name.endswith(("mean", "max"))} == {
         **{"request/e2e_latency/mean": 4.0, "request/e2e_latency/max": 6.0, "request/queue_time/mean": 0.5, "request/queue_time/max": 1.0},

@@ -15,6 +15,7 @@ from shared.config.algorithm import AlgorithmSection
 from shared.schema.messages import Batch, BatchGroup, Payload
 from shared.schema.sample import NO_LIMIT
 from tests.support.train_samples import train_sample
+from tests.support.valid_messages import example
 
 many = settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 
@@ -178,16 +179,11 @@ Positions = dict[int, tuple[int, ...]]
 
 
 def batch(lengths: list[list[int]], removed: Positions | None = None, stale: Positions | None = None) -> Batch:
-    groups = [
-        BatchGroup(
-            group=f"g{number:08d}",
-            payload=Payload(keys=[f"k{number}"], bytes=1, tokens=tuple(tokens)),
-            rewards=[0.0] * len(tokens),
-            removed=(removed or {}).get(number, ()),
-            stale=(stale or {}).get(number, ()),
-        )
-        for number, tokens in enumerate(lengths)
-    ]
+    groups = []
+    for number, tokens in enumerate(lengths):
+        left_out = {"removed": (removed or {}).get(number, ()), "stale": (stale or {}).get(number, ())}
+        payload = example(Payload, tokens=tuple(tokens))
+        groups.append(example(BatchGroup, group=f"g{number:08d}", payload=payload, rewards=[0.0] * len(tokens), **left_out))
     return Batch(step=3, version=2, groups=groups)
 
 

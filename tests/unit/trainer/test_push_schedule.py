@@ -30,12 +30,11 @@ from shared.schema.service_messages import ServiceStatus
 from shared.schema.weight_messages import ReplicaPush, WeightsPushed, WeightsReceived, WeightsServed
 from tests.support.run_config import run_config
 from tests.support.tables import table
+from tests.support.valid_messages import example
 
 
 def status(instance: str, version: int, incarnation: str = "a", state: str = "ready") -> ServiceStatus:
-    return ServiceStatus(
-        service="rollout", instance=instance, host="h", pid=1, http="", state=state, version=version, incarnation=incarnation, at=0.0
-    )
+    return example(ServiceStatus, service="rollout", instance=instance, state=state, version=version, incarnation=incarnation)
 
 
 ONE, TWO = Target("one", "a", 1), Target("two", "a", 1)

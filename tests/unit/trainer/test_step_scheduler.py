@@ -24,6 +24,7 @@ from shared.schema.messages import Batch, BatchAnswer, BatchGroup, BatchPending,
 from shared.schema.service_messages import ServiceStatus
 from tests.support.run_config import run_config
 from tests.support.tables import table
+from tests.support.valid_messages import example
 
 
 class Pending:
@@ -143,9 +144,7 @@ def test_another_process_with_the_same_number_is_another_one() -> None:
 
 
 def status(instance: str, incarnation: str = "a.1") -> ServiceStatus:
-    return ServiceStatus(
-        service="rollout", instance=instance, host="h", pid=1, http="", state="ready", version=1, incarnation=incarnation, at=0.0
-    )
+    return example(ServiceStatus, instance=instance, incarnation=incarnation)
 
 
 def test_a_bus_that_is_just_back_has_lost_nobody() -> None:
