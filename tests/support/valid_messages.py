@@ -16,6 +16,7 @@ from shared.schema.sample import Sample
 from shared.sessions import session  # noqa: F401
 
 T = TypeVar("T")
+Model = TypeVar("Model", bound=BaseModel)
 
 ARRAYS = {"prompt": np.int32, "response": np.int32, "log_probs": np.float32, "mask": np.uint8}
 
@@ -27,8 +28,8 @@ SPECIAL |= {"point": "localhost:1", "points": ["localhost:1"], "silent": ["local
 """Fields of which not every value of their type is valid."""
 
 
-def valid(model: type[BaseModel]) -> BaseModel:
-    """An instance of a model. Raises ValidationError: this module cannot make one."""
+def valid(model: type[Model]) -> Model:
+    """An instance of a model, all of its fields given. Raises ValidationError: this module cannot make one."""
     return model.model_validate(_fields(model, (), all_of_them=True))
 
 
@@ -99,4 +100,4 @@ def every_message() -> dict[str, Message]:
     kinds = {
         name: kind for name, kind in Message.kinds.items() if kind.__module__.startswith("shared.") and not kind.__name__.startswith("_")
     }
-    return {name: typing.cast(Message, valid(kind)) for name, kind in kinds.items() if kind.model_fields and not kind.__subclasses__()}
+    return {name: valid(kind) for name, kind in kinds.items() if kind.model_fields and not kind.__subclasses__()}

@@ -11,157 +11,24 @@ from shared.schema.message import MAX_KEYS, MAX_SAMPLES, REASON_LENGTH, SCHEMA
 from shared.schema.messages import Message, Outcome, Scored, Task
 from shared.schema.service_messages import ServiceStatus
 from tests.support.tables import table
+from tests.support.valid_messages import example, valid
 
 SAMPLING = {"temperature": 1.0, "max_new_tokens": 8}
 PAYLOAD = {"keys": ["run:group:g00000000:0:0"], "bytes": 100}
 SAMPLE = {"tokens": 3, "oldest": 0, "newest": 1, "finish": "stop"}
-SCORED_GROUP = {
-    "group": "g00000000",
-    "attempt": 0,
-    "payload": PAYLOAD,
-    "samples": [SAMPLE],
-    "rewards": [1.0],
-    "replica": "r",
-    "started": 1.0,
-    "ended": 2.0,
-}
-PUSH = {"version": 1, "deadline": 5.0}
-FIGURES = {
-    "dataset": "heldout",
-    "version": 0,
-    "oldest": 0,
-    "newest": 1,
-    "live": 2,
-    "prompts": 3,
-    "failed": 1,
-    "samples": 2,
-    "mean_reward": 0.5,
-}
-CHANNEL = {"kind": "group", "name": "channel-1", "address": "127.0.0.1", "port": 1, "secret": "0f" * 16, "backend": "gloo", "world_size": 2}
-
-EXAMPLES: dict[str, dict[str, Any]] = {
-    "Attempt": {"number": 2, "address": "10.0.0.1", "port": 29500, "terms": ["a1", "b2"], "points": ["10.0.0.1:7001", ""], "at": 1.8e9},
-    "NodeSecret": {"secret": "0f" * 16},
-    "Evaluate": {"version": 3, "deadline": 1.8e9},
-    "Evaluated": {
-        "group": "eval.heldout.3.0",
-        "attempt": 0,
-        "by": "rollout-1",
-        "result": {
-            "dataset": "heldout",
-            "oldest": 3,
-            "newest": 4,
-            "prompts": 8,
-            "failed": 1,
-            "samples": 14,
-            "mean_reward": 0.5,
-            "rates": {"pass@1": 0.5},
-            "lengths": {"mean": 12.5},
-            "truncated": 0.25,
-            "metrics": {"judged": 0.5},
-        },
-    },
-    "Task": {
-        "group": "g00000000",
-        "n": 2,
-        "prompt": [{"role": "user", "content": "1+1"}],
-        "prompt_tokens": np.array([5, 6, 7], np.int32),
-        "metadata": {"level": 3},
-        "environment": "math",
-        "sampling": SAMPLING,
-        "min_version": 0,
-    },
-    "Generated": {
-        "group": "g00000000",
-        "attempt": 0,
-        "payload": PAYLOAD,
-        "samples": [SAMPLE],
-        "environment": "math",
-        "replica": "r",
-        "started": 1.0,
-        "ended": 2.0,
-    },
-    "Scored": {
-        "group": "g00000000",
-        "attempt": 0,
-        "payload": PAYLOAD,
-        "samples": [SAMPLE],
-        "rewards": [1.0],
-        "parts": [{"format": 0.5}],
-        "replica": "r",
-        "environment": "math",
-        "started": 1.0,
-        "ended": 2.0,
-    },
-    "Discarded": {"group": "g00000000", "attempt": 0, "reason": "not handed in", "by": "r"},
-    "Wanted": {"group": "g00000000", "attempt": 0, "count": 2, "by": "r"},
-    "Interrupted": {"group": "g00000000", "attempt": 0, "stale": False, "replica": "r", "payload": PAYLOAD},
-    "Failed": {"group": "g00000000", "attempt": 0, "reason": "the verifier hung", "by": "reward-1", "payload": PAYLOAD},
-    "BatchRequest": {"step": 0, "version": 0},
-    "Batch": {"step": 0, "version": 0, "groups": [{"group": "g00000000", "payload": PAYLOAD, "rewards": [1.0]}]},
-    "BatchPending": {"step": 0, "have": 1, "need": 2, "waiting_for": "one group"},
-    "RunDone": {},
-    "Trained": {"step": 0, "version": 1, "started": 1.0, "ended": 2.0, "metrics": {"loss": 0.5}},
-    "Durable": {"steps": 1},
-    "BatchRefused": {"step": 0, "group": "g00000000", "sample": 1, "reason": "token 9 is outside", "at": 1.0},
-    "Accepted": {},
-    "Refused": {"reason": "no"},
-    "LeaseStatus": {"holder": "buffer-0", "term": "t", "mark": "m", "at": 1.0},
-    "WeightsOffer": {"version": 3},
-    "WeightsPrepare": {**PUSH, "channels": [CHANNEL], "rank": 1},
-    "WeightsReady": {"replica": "r", "version": -1},
-    "WeightsReceive": {**PUSH, "push": 1, "channels": ["channel-1"]},
-    "WeightsReceived": {"digest": "0f", "bytes": 10, "seconds": 0.1},
-    "WeightsCommit": {**PUSH, "digest": "0f"},
-    "WeightsAbort": {"version": 1, "reason": "a peer died"},
-    "WeightsSleep": {"lasts": 30.0, "deadline": 60.0},
-    "WeightsAsleep": {"replica": "r", "version": -1},
-    "WeightsWake": {"deadline": 60.0},
-    "WeightsLive": {"version": 1, "replicas": ["r"], "seconds": 0.1, "bytes": 10, "at": 1.0},
-    "ObjectUrlsRequest": {"replica": "r", "index": "i/1", "objects": ["o/1"]},
-    "ObjectUrls": {"urls": ["https://store/o/1?X-Amz-Signature=1"], "seconds": 300.0},
-    "WeightsSnapshot": {
-        "version": 1,
-        "digest": "0f",
-        "form": "delta",
-        "path": "/runs/r/weights/v000001",
-        "bytes": 10,
-        "seconds": 0.1,
-        "at": 1.0,
-    },
-    "PeerTransferRequest": {"destination": "r", "version": 1, "ranks": 1, "deadline": 60.0},
-    "PeerTransferOffer": {"source": "r", "version": 1, "digest": "0f", "channels": [CHANNEL]},
-    "WeightsServed": {"paused": 0.5},
-    "WeightsPushed": {"version": 1, "replicas": [{"replica": "r", "paused": 0.5, "loading": None, "failure": "commit: late"}], "at": 1.0},
-    "MetricsWritten": {"role": "actor", "step": 3, "values": {"train/loss": 0.5}, "at": 1.0},
-    "WarmStartEnded": {"steps": 3, "every": 2, "losses": [2.0, 1.0]},
-    "ServiceEvent": {"service": "buffer", "instance": "b", "what": "joined", "at": 1.0},
-    "ServiceStatus": {"service": "buffer", "instance": "b", "host": "h", "pid": 1, "http": "127.0.0.1:1", "state": "ready", "at": 1.0},
-    "GroupsAdmitted": {"first": 0, "count": 2, "version": 0, "at": 1.0},
-    "GroupsScored": {"groups": [SCORED_GROUP], "at": 1.0},
-    "GroupRequeued": {"group": "g00000000", "attempt": 1, "reason": "payload lost", "at": 1.0},
-    "GroupsDropped": {"groups": ["g00000000"], "reason": "stale", "at": 1.0},
-    "GroupDead": {"group": "g00000000", "reason": "x", "at": 1.0},
-    "BatchFormed": {"step": 0, "version": 0, "groups": ["g00000000"], "at": 1.0},
-    "SampleRefused": {"step": 0, "group": "g00000000", "sample": 1, "reason": "token 9 is outside", "refused": 1.0, "at": 1.0},
-    "BatchAmended": {"step": 0, "removed": ["g00000000"], "added": ["g00000001"], "at": 1.0},
-    "BatchTrained": {"step": 0, "version": 1, "started": 1.0, "ended": 2.0, "at": 1.0},
-    "CheckpointDurable": {"steps": 1, "at": 1.0},
-    "VersionLive": {"version": 1, "at": 1.0},
-    "EvalStarted": {"dataset": "heldout", "version": 0, "prompts": 2, "at": 1.0},
-    "EvalScored": {"group": "eval.heldout.0.0", "dataset": "heldout", "version": 0, "rewards": [1.0], "oldest": 0, "newest": 0, "at": 1.0},
-    "EvalEnded": {**FIGURES, "at": 1.0},
-    "EvaluationsRequest": {"known": 3},
-    "EvaluationsEnded": {"evaluations": [FIGURES]},
-    "RunFinished": {"steps": 4, "at": 1.0},
-    "ValuesChanged": {"step": 4, "changed": ["trainer.lr: 1e-06 → 2e-06"], "at": 1.0},
-    "LedgerRepaired": {"resume": 2, "cut_after": 7, "cut_last": 9, "set_aside": [4], "at": 1.0},
-}
 CONCRETE = {
     name: kind
     for name, kind in Message.kinds.items()
     if not kind.__subclasses__()
     and kind.__module__ in [module.__name__ for module in (messages, service_messages, weight_messages, ledger)]
+}
+EXAMPLES: dict[str, dict[str, Any]] = {name: codec.unpack(valid(kind).encode()) for name, kind in CONCRETE.items()}
+for fields in EXAMPLES.values():
+    del fields["schema"], fields["kind"]
+EXAMPLES["Task"] |= {
+    "prompt": [{"role": "user", "content": "1+1"}],
+    "metadata": {"level": 3},
+    "prompt_tokens": np.array([5, 6, 7], np.int32),
 }
 
 
@@ -171,11 +38,11 @@ def envelope(kind: str, **changes: Any) -> bytes:
 
 @table("name", sorted(CONCRETE))
 def test_every_kind_comes_back_as_it_was_sent(name: str) -> None:
-    message = CONCRETE[name](**EXAMPLES[name])
-    for reader in (CONCRETE[name], *CONCRETE[name].__mro__[1:2], Message):
-        back = reader.decode(message.encode())
-        assert type(back) is CONCRETE[name]
-        assert repr(back) == repr(message)
+    for message in (CONCRETE[name](**EXAMPLES[name]), example(CONCRETE[name])):
+        for reader in (CONCRETE[name], *CONCRETE[name].__mro__[1:2], Message):
+            back = reader.decode(message.encode())
+            assert type(back) is CONCRETE[name]
+            assert repr(back) == repr(message)
 
 
 def test_a_task_keeps_its_tokens_as_int32() -> None:
