@@ -10,7 +10,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from PIL import Image
 
 from services.gateway.chat_tokens import ChatTokens
 from services.gateway.turn_decisions import digests
@@ -27,7 +26,6 @@ from shared.sessions.session import Session, SessionLog, Turn, trajectories
 from tests.support.tables import table
 from tests.support.tiny_audio import AUDIO, BEGIN, END, wav, write_hearing_chat_model
 from tests.support.tiny_vision import IMAGE, VIDEO, VISION_END, VISION_START, gif, png, write_seeing_chat_model
-from tests.unit.shared.test_pictures import bomb, encoded
 from tests.unit.shared.test_sounds import written
 
 CALL = {"id": "c", "type": "function", "function": {"name": "add", "arguments": '{"a": 1}'}}
@@ -176,32 +174,16 @@ REFUSED: dict[str, tuple[list[Any] | str, str]] = {
 }
 
 
-BAD: dict[str, tuple[bytes, str]] = {
+BAD: dict[str, tuple[bytes, str]] = {  # all that there are: unit/shared/test_pictures.py, of the same reader
     "nothing": (b"", "expected 1 to max_picture_bytes"),
-    "a text": (b"GIF or not", "expected a picture of PNG"),
-    "a header of PNG": (png(30, 30)[:20], "expected a picture of PNG"),
-    "a header of JPEG": (png(30, 30, kind="JPEG")[:15], "expected a picture of PNG"),
     "a PNG cut short": (png(30, 30)[:-40], "cannot be decoded"),
-    "a JPEG cut short": (png(60, 60, kind="JPEG")[:700], "cannot be decoded"),
-    "a WebP cut short": (png(60, 60, kind="WEBP")[:400], ""),
-    "a flipped byte": (png(30, 30)[:200] + b"\0" + png(30, 30)[201:], "cannot be decoded"),
-    "a bomb": (bomb(), "found far more"),
-    "too many pixels": (png(300, 300, (1, 2, 3)), "300 x 300"),
     "too many bytes": (b"\x89PNG" + bytes(1 << 16), "max_picture_bytes = 60000"),
-    "too narrow": (png(801, 4), "ratio of at most 200"),
-    "a drawing": (b"<svg xmlns='http://www.w3.org/2000/svg'/>", "expected a picture of PNG"),
-    "a TIFF": (encoded("TIFF"), "expected a picture of PNG"),
-    "an animation": (encoded("GIF", save_all=True, append_images=[Image.new("RGB", (30, 30), "red")]), "2 frames"),
-    "16 bits": (encoded(mode="I;16"), "mode I;16"),
-    "a float TIFF": (encoded("TIFF", mode="F"), "expected a picture of PNG"),
     "a sound": (wav(0.1), "expected a picture of PNG"),
-    "an archive": (b"PK\x03\x04" + bytes(400), "expected a picture of PNG"),
-    "text behind a signature": (b"\x89PNG\r\n\x1a\n" + b"what is this?" * 9, "expected a picture of PNG"),
 }
 
 
 @table("wire", ["openai", "anthropic", "responses"])
-def test_twenty_bad_pictures_are_refused_in_every_format_and_the_next_good_one_is_taken(model: Path, wire: str) -> None:
+def test_bad_pictures_are_refused_in_every_format_and_the_next_good_one_is_taken(model: Path, wire: str) -> None:
     gateway, accepted = Gateway(model, max_picture_bytes=60_000, max_picture_pixels=80_000, max_pictures=3), list[str]()
 
     def asked(data: bytes) -> ChatTurn:
@@ -278,23 +260,10 @@ def test_a_conversation_goes_on_with_the_sounds_of_users_and_tools(hearing: Path
     assert int((gateway.turn(chat(tool, "r3"), "a").prompt == rule.token).sum()) == rule.tokens(8000) + rule.tokens(4800)
 
 
-WAVES = np.zeros(8000)
 BAD_SOUNDS: dict[str, tuple[bytes, str]] = {
     "nothing": (b"", "expected 1 to max_picture_bytes"),
-    "a text": (b"RIFF or not", "expected a sound of WAV"),
     "a picture": (png(20, 20), "expected a sound of WAV"),
-    "a header": (wav(0.5)[:30], "expected a"),
     "a WAV cut short": (wav(0.5)[:4000], "expected a whole WAV"),
-    "an MP3 cut to nothing": (written(WAVES, format="MP3")[:20], "expected a sound of WAV"),
-    "no samples": (wav(0), "2 tokens or more"),
-    "one token": (wav(0.06), "2 tokens or more"),
-    "too long": (wav(2.1), "at most 2 seconds (max_sound_seconds"),
-    "long silence in few bytes": (written(np.zeros(400_000), format="FLAC"), "at most 2 seconds"),
-    "infinity": (written(WAVES + np.inf, format="WAV", subtype="FLOAT"), "NaN or infinity"),
-    "too loud": (written(WAVES + 3, format="WAV", subtype="FLOAT"), "samples from -1 to 1, found 3"),
-    "too few samples a second": (wav(1, rate=2000), "found 2000"),
-    "six channels": (wav(0.3, channels=6), "1 or 2 channels, found 6"),
-    "an AIFF": (written(WAVES, format="AIFF"), "found AIFF"),
     "too many bytes": (wav(1.9, rate=24000), "max_picture_bytes = 80000"),
 }
 

@@ -19,6 +19,7 @@ from shared.runtime.errors import ConfigError
 from shared.schema.sample import Sample, SampleLimits, decode, encode
 from tests.support.run_config import run_config, write_jsonl
 from tests.support.tables import not_refused
+from tests.support.tiny_audio import wav
 from tests.support.tiny_vision import png, write_tiny_vision_model
 from tests.support.valid_messages import example
 
@@ -135,6 +136,9 @@ def test_sizes_and_tokens_are_those_of_the_checkpoints_processor(kind, folder):
 def test_bad_pictures_are_refused(folder):
     """Each by what was found and what is expected, with the line."""
     whole = png(50, 50)
+    no_pictures = [whole[:20], png(30, 30, kind="JPEG")[:15], b"GIF or not", b"GIF89a nonsense", b"PK\x03\x04" + bytes(400), wav(0.1)]
+    no_pictures += [b"<svg xmlns='http://www.w3.org/2000/svg'/>", encoded("TIFF"), encoded("TIFF", mode="F")]
+    no_pictures += [b"\x89PNG\r\n\x1a\n" + b"what is this?" * 9]
     (folder / "empty.png").write_bytes(b"")
     (folder / "folder.png").mkdir()
     rows = [
@@ -144,10 +148,11 @@ def test_bad_pictures_are_refused(folder):
         ({"images": ["folder.png"]}, "readable file"),
         ({"images": ["a\0.png"]}, "readable file"),
         ({"images": [whole[: len(whole) // 2]]}, "cannot be decoded"),
-        ({"images": [whole[:20]]}, "expected a picture of PNG"),
-        ({"images": [b"GIF89a nonsense"]}, "expected a picture of PNG"),
-        ({"images": [b"<svg xmlns='http://www.w3.org/2000/svg'/>"]}, "expected a picture of PNG"),
-        ({"images": [encoded("TIFF")]}, "expected a picture of PNG"),
+        ({"images": [png(60, 60, kind="JPEG")[:700]]}, "cannot be decoded"),
+        ({"images": [png(60, 60, kind="WEBP")[:400]]}, ""),
+        ({"images": [png(30, 30)[:200] + b"\0" + png(30, 30)[201:]]}, "cannot be decoded"),
+        *(({"images": [data]}, "expected a picture of PNG") for data in no_pictures),
+        ({"images": [b""]}, "expected 1 to max_picture_bytes"),
         ({"images": [bomb()]}, "found far more"),
         ({"images": [encoded(size=(2100, 2000))]}, "2100 x 2000"),
         ({"images": [encoded(size=(801, 4))]}, "ratio of at most 200"),
