@@ -2,13 +2,14 @@
 
 import asyncio
 import os
-import time
 from pathlib import Path
 
 from aiohttp import web
 
 from services.rollout.engine.private_endpoints import SOCKET
 from services.rollout.engine.transport import IDLE_SECONDS, EngineTransport
+from tests.support.http_server import served
+from tests.support.waiting import until
 
 REQUESTS = 8
 BACK_SECONDS = 10 * IDLE_SECONDS
@@ -28,23 +29,15 @@ async def test_idle_connections_are_closed(tmp_path: Path):
         await go_on.wait()
         return web.json_response({})
 
-    app = web.Application()
-    app.router.add_post("/generate", answer)
-    runner = web.AppRunner(app)
-    await runner.setup()
-    await web.UnixSite(runner, str(tmp_path / SOCKET)).start()
-    transport = EngineTransport(tmp_path)
-    before = descriptors()
-    asked = [asyncio.create_task(transport.post("/generate", {}, 60.0, "nothing")) for _ in range(REQUESTS)]
-    async with asyncio.timeout(30):
-        while arrived < REQUESTS:
-            await asyncio.sleep(0.01)
-    assert descriptors() >= before + 2 * REQUESTS
-    go_on.set()
-    await asyncio.gather(*asked)
-    end = time.monotonic() + BACK_SECONDS
-    while descriptors() > before and time.monotonic() < end:
-        await asyncio.sleep(0.05)
-    assert descriptors() <= before
-    await transport.close()
-    await runner.cleanup()
+    async with served(web.post("/generate", answer), socket=tmp_path / SOCKET):
+        transport = EngineTransport(tmp_path)
+        before = descriptors()
+        asked = [asyncio.create_task(transport.post("/generate", {}, 60.0, "nothing")) for _ in range(REQUESTS)]
+        async with asyncio.timeout(30):
+            while arrived < REQUESTS:
+                await asyncio.sleep(0.01)
+        assert descriptors() >= before + 2 * REQUESTS
+        go_on.set()
+        await asyncio.gather(*asked)
+        await until(lambda: descriptors() <= before, "the end of the connections", BACK_SECONDS)
+        await transport.close()

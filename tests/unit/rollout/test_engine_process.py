@@ -3,11 +3,9 @@
 import os
 import signal
 import tempfile
-import time
-from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, TypeVar
+from typing import Any
 from unittest.mock import AsyncMock, Mock
 
 import numpy as np
@@ -24,6 +22,7 @@ from shared.process.child_process import descendants
 from shared.runtime.errors import ConfigError, MyxoError
 from tests.support.run_config import run_config
 from tests.support.tables import table
+from tests.support.waiting import wait_until
 from tests.unit.trainer.megatron.tiny import make_checkpoint
 
 SERVED: dict[str, Any] = {"tinker": {"tinker_endpoint": True}}
@@ -197,7 +196,6 @@ def test_what_began_with_a_prefix_of_older_weights_is_as_if_aborted() -> None:
 
 # --- where an engine of its own process lies, and why it has ended, by its log
 
-Value = TypeVar("Value")
 
 MISSED = "[2026-11-25 12:00:00] Subprocess detokenizer (pid=4711) crashed with exit code -9. Triggering SIGQUIT."
 TRACE = ["Traceback (most recent call last):", '  File "scheduler.py", line 1, in run', "    step()", "ValueError: no such layer"]
@@ -224,23 +222,14 @@ def test_an_engine_that_ends_itself_is_told_with_its_own_words(tmp_path: Path) -
     log = tmp_path / "log"
     engine = EngineProcess(EngineCommand(["sh", "-c", f"echo '{MISSED}'; exec sleep 600"], {}), log)
     try:
-        waited_for(lambda: MISSED in (log.read_text() if log.exists() else ""))
-        [server] = waited_for(lambda: [one.pid for one in descendants(engine.pid) if one.parent == engine.pid])
+        wait_until(lambda: MISSED in (log.read_text() if log.exists() else ""), "the word")
+        [server] = wait_until(lambda: [one.pid for one in descendants(engine.pid) if one.parent == engine.pid], "a process")
         assert engine.fault() == ""
         os.kill(engine.pid, signal.SIGSTOP)  # what watches it does not end yet
         os.kill(server, signal.SIGKILL)
-        assert waited_for(engine.fault) == "is ending: Subprocess detokenizer (pid=4711) crashed with exit code -9"
+        assert wait_until(engine.fault, "the fault") == "is ending: Subprocess detokenizer (pid=4711) crashed with exit code -9"
     finally:
         engine.kill()
-
-
-def waited_for(look: Callable[[], Value]) -> Value:
-    """What a look finds, once it finds anything."""
-    end = time.monotonic() + 60
-    while not (found := look()):
-        assert time.monotonic() < end
-        time.sleep(0.01)
-    return found
 
 
 def test_a_directory_too_long_for_sockets_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -20,6 +20,7 @@ from services.rollout.weight_receiver import answered_once
 from shared.runtime.errors import MyxoError
 from shared.schema.messages import Accepted, Message
 from shared.schema.weight_messages import WeightsReceive
+from tests.support.http_server import served
 
 
 async def test_a_closed_client_is_an_engine_out_of_reach(tmp_path: Path):
@@ -45,29 +46,24 @@ async def test_who_reads_an_answer_when_the_client_is_closed_is_woken(begun: byt
         await over.wait()
         return response
 
-    app = web.Application()
-    app.router.add_post("/generate", answer)
-    runner = web.AppRunner(app)
-    await runner.setup()
-    await web.UnixSite(runner, str(tmp_path / SOCKET)).start()
-    transport = EngineTransport(tmp_path)
+    async with served(web.post("/generate", answer), socket=tmp_path / SOCKET):
+        transport = EngineTransport(tmp_path)
 
-    async def read() -> None:
-        async with transport.events("/generate", {}) as events:
-            async for _ in events:
-                pass
+        async def read() -> None:
+            async with transport.events("/generate", {}) as events:
+                async for _ in events:
+                    pass
 
-    reading = asyncio.create_task(read())
-    whole = asyncio.create_task(transport.post("/generate", {}, 600.0, "nothing"))
-    async with asyncio.timeout(60):
-        await asked.wait()
-        await asyncio.sleep(0.1)
-        await transport.close()
-        for task in (reading, whole):
-            with pytest.raises(EngineUnreachable):
-                await task
-    over.set()
-    await runner.cleanup()
+        reading = asyncio.create_task(read())
+        whole = asyncio.create_task(transport.post("/generate", {}, 600.0, "nothing"))
+        async with asyncio.timeout(60):
+            await asked.wait()
+            await asyncio.sleep(0.1)
+            await transport.close()
+            for task in (reading, whole):
+                with pytest.raises(EngineUnreachable):
+                    await task
+        over.set()
 
 
 # --- a request that is sent again gets the outcome of the first, and is handled once

@@ -7,8 +7,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +26,7 @@ from services.rollout.engine.kernel_builds import (
     missing_kernels,
 )
 from tests.support.tables import table
+from tests.support.waiting import wait_until
 
 ROOT = Path(__file__).parents[3]
 SECONDS = 60.0
@@ -67,13 +66,6 @@ from services.rollout.engine.kernel_builds import begin_kernel_builds
 print(begin_kernel_builds(sys.argv[1:]).pid, flush=True)
 time.sleep(600)
 """
-
-
-def wait_until(met: Callable[[], bool]) -> None:
-    end = time.monotonic() + SECONDS
-    while not met():
-        assert time.monotonic() < end
-        time.sleep(0.02)
 
 
 @pytest.fixture
@@ -163,12 +155,12 @@ def test_the_builds_end_with_their_engine(libraries: Path) -> None:
     try:
         assert engine.stdout is not None
         pid = int(engine.stdout.readline())
-        wait_until((libraries / FLASHINFER_CACHE / "norm").exists)
+        wait_until((libraries / FLASHINFER_CACHE / "norm").exists, "a build")
         assert Path(f"/proc/{pid}").exists()
     finally:
         engine.send_signal(signal.SIGKILL)
         engine.wait(SECONDS)
-    wait_until(lambda: not Path(f"/proc/{pid}").exists() or ") Z " in Path(f"/proc/{pid}/stat").read_text())
+    wait_until(lambda: not Path(f"/proc/{pid}").exists() or ") Z " in Path(f"/proc/{pid}/stat").read_text(), "its end")
 
 
 def test_a_late_build_is_not_waited_for(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:

@@ -36,6 +36,7 @@ from shared.schema.messages import Sampling
 from shared.service.engine_load_balancer import BODY_BYTES
 from shared.service.service_base import Service
 from shared.sessions.session import TurnRequest
+from tests.support.http_server import served
 from tests.support.waiting import until
 
 CAN = Capabilities(release="0.5.20", vocab_size=64, max_sequence=64, weight_sessions=False, overlaps=False)
@@ -91,14 +92,9 @@ class Pair:
             self.aborted.append((await request.json())["rid"])
             return web.json_response({})
 
-        where, app = self._directory / kind, web.Application(client_max_size=64 << 20)
+        where, routes = self._directory / kind, (web.post("/generate", generate), web.post("/abort_request", abort))
         where.mkdir()
-        app.router.add_post("/generate", generate)
-        app.router.add_post("/abort_request", abort)
-        runner = web.AppRunner(app, shutdown_timeout=0.1)
-        await runner.setup()
-        self._open.push_async_callback(runner.cleanup)
-        await web.UnixSite(runner, str(where / SOCKET)).start()
+        await self._open.enter_async_context(served(*routes, socket=where / SOCKET, shutdown_timeout=0.1))
         return where
 
     async def _prefilled(self, body: dict[str, Any]) -> web.Response:

@@ -17,7 +17,6 @@ from typing import Any
 
 import pytest
 from aiohttp import web
-from aiohttp.test_utils import TestServer
 from tokenizers.processors import TemplateProcessing
 
 from shared.hooks import HookSample, import_names, load
@@ -30,7 +29,7 @@ from shared.hooks.slime import http_requests as background_loop
 from shared.hooks.slime.http_requests import HTTPStatusError
 from shared.hooks.slime.turn_masks import MultiTurnLossMaskGenerator
 from shared.runtime.errors import ConfigError
-from tests.support.http_server import http_server
+from tests.support.http_server import http_server, served
 from tests.support.run_config import run_config, write_jsonl
 from tests.support.service_process import ROOT
 from tests.support.tables import table
@@ -63,12 +62,8 @@ async def server() -> AsyncIterator[Any]:
         given = await request.json() if request.method == "POST" else None
         return web.json_response({"given": given, "header": request.headers.get("X-Own")})
 
-    app = web.Application()
-    app.router.add_route("*", "/{path}", answer)
-    running = TestServer(app)
-    await running.start_server()
-    yield SimpleNamespace(url=str(running.make_url("/")), seen=seen)
-    await running.close()
+    async with served(web.route("*", "/{path}", answer)) as url:
+        yield SimpleNamespace(url=f"{url}/", seen=seen)
 
 
 async def test_a_request_needs_no_opening_and_is_tried_again(server: Any) -> None:
