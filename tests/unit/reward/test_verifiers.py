@@ -5,7 +5,6 @@ from dataclasses import replace
 from pathlib import Path
 
 import math_verify
-import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -20,6 +19,7 @@ from shared.rewards.verifiers import READ_LABEL, VERIFIERS, verify
 from shared.schema.sample import Sample
 from tests.support.run_config import run_config
 from tests.support.tables import table
+from tests.support.valid_messages import example
 
 
 def test_every_configurable_verifier_exists() -> None:
@@ -144,8 +144,7 @@ MESSAGES = [{"role": "user", "content": "1+1="}]
 def test_a_prompt_is_rendered_where_the_run_does_so(tmp_path: Path, tiny_model: Path) -> None:
     tokenizer = Tokenizer(tiny_model)
     rendered = tokenizer.render(MESSAGES, {})
-    nothing = np.empty(0, np.int32)
-    sample = Sample("g0", 0, tokenizer.encode(rendered), nothing, np.empty(0, np.float32), np.empty(0, np.uint8), [], "stop", "2", "1+1=")
+    sample = example(Sample, prompt=tokenizer.encode(rendered), text="2", prompt_text="1+1=")
     model = {"hf_checkpoint": str(tiny_model)}
     as_rendered = prompt_text(run_config(tmp_path, model=model, data={"apply_chat_template": True}))
     assert as_rendered(sample) == as_rendered(replace(sample, prompt_text=MESSAGES)) == rendered
@@ -162,6 +161,5 @@ def test_a_model_of_the_hub_renders_them_too(tmp_path: Path, tiny_model: Path, m
     monkeypatch.setenv("HF_HOME", str(tmp_path))
     monkeypatch.setattr(hub_client, "model_directory", lambda hub, name, weights: Path("none") if weights else tiny_model)
     config = run_config(tmp_path, model={"hf_checkpoint": f"hf:Qwen/Qwen3-0.6B@main={'0' * 40}"}, data={"apply_chat_template": True})
-    tokens, nothing = Tokenizer(tiny_model).encode("1+1="), np.empty(0, np.int32)
-    sample = Sample("g0", 0, tokens, nothing, np.empty(0, np.float32), np.empty(0, np.uint8), [], "stop", "2", MESSAGES)
+    sample = example(Sample, prompt=Tokenizer(tiny_model).encode("1+1="), text="2", prompt_text=MESSAGES)
     assert prompt_text(config)(sample) == "1+1="

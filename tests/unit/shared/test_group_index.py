@@ -25,10 +25,11 @@ from shared.schema.ledger import (
     eval_group_id,
     group_id,
 )
-from shared.schema.messages import Payload, SampleMeta, ScoredGroup
+from shared.schema.messages import SampleMeta, ScoredGroup
 from shared.view.group_history import GroupHistory, GroupRecord, ProvenanceStep, ledger_words
 from shared.view.group_index import GroupIndex, GroupQuery, KeptPlace
 from tests.support.tables import table
+from tests.support.valid_messages import example
 
 Ledger = list[tuple[int, LedgerRecord]]
 
@@ -38,25 +39,14 @@ BIG = (1 << 31) - 1
 def scored(chance: random.Random, number: int, attempt: int, version: int) -> ScoredGroup:
     size = chance.choice((1, 2, 4))
     alike = chance.random() < 0.3
-    return ScoredGroup(
-        group=group_id(number),
-        attempt=attempt,
-        payload=Payload(keys=[f"k{number}.{attempt}"], bytes=1),
-        samples=[
-            SampleMeta(
-                tokens=chance.randrange(1, 900),
-                oldest=max(0, version - chance.randrange(4)),
-                newest=version,
-                finish=chance.choice(("stop", "length")),
-            )
-            for _ in range(size)
-        ],
-        rewards=[1.0 if alike else chance.choice((-1e9, -0.5, 0.0, 0.25, 1.0, 1e9)) for _ in range(size)],
-        rollouts=tuple(chance.randrange(size) for _ in range(size)) if chance.random() < 0.3 else (),
-        replica=chance.choice(("rollout-0", "rollout-1")),
-        started=100.0,
-        ended=100.0 + chance.random(),
-    )
+    samples = []
+    for _ in range(size):
+        oldest, finish = max(0, version - chance.randrange(4)), chance.choice(("stop", "length"))
+        samples.append(SampleMeta(tokens=chance.randrange(1, 900), oldest=oldest, newest=version, finish=finish))  # type: ignore[arg-type]
+    rewards = [1.0 if alike else chance.choice((-1e9, -0.5, 0.0, 0.25, 1.0, 1e9)) for _ in range(size)]
+    rollouts = tuple(chance.randrange(size) for _ in range(size)) if chance.random() < 0.3 else ()
+    known = {"replica": chance.choice(("rollout-0", "rollout-1")), "started": 100.0, "ended": 100.0 + chance.random()}
+    return example(ScoredGroup, group=group_id(number), attempt=attempt, samples=samples, rewards=rewards, rollouts=rollouts, **known)
 
 
 def random_ledger(seed: int, steps: int = 12) -> Ledger:

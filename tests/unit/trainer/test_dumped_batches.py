@@ -21,26 +21,17 @@ from shared.schema.messages import Batch, Payload
 from shared.schema.sample import Sample
 from tests.support.run_config import run_config, values
 from tests.support.tables import table
+from tests.support.valid_messages import example
 
 
 def stored(group: str, index: int, *, rollout: int = -1) -> Sample:
     """Five response tokens of two versions, one of them masked out."""
-    return Sample(
-        group=group,
-        index=index,
-        prompt=np.arange(3, dtype=np.int32),
-        response=np.arange(5, dtype=np.int32) + index,
-        log_probs=np.float32([-0.1, -0.25, -1 / 3, -7.5, 0.0]),
-        mask=np.uint8([1, 1, 1, 1, 0]),
-        segments=[(0, 2, 3), (2, 5, 4)],
-        finish="length",
-        text="four",
-        prompt_text=[{"role": "user", "content": "2+2"}],
-        label="4",
-        metadata={"rm_type": "exact", "turns": [1, 2]},
-        rollout=rollout,
-        kept=Kept.of([[token, token + 1] for token in range(index, index + 5)]) if index else None,
-    )
+    response = list(range(index, index + 5))
+    tokens = {"prompt": [0, 1, 2], "response": response, "log_probs": [-0.1, -0.25, -1 / 3, -7.5, 0.0], "mask": [1, 1, 1, 1, 0]}
+    told = {"prompt_text": [{"role": "user", "content": "2+2"}], "label": "4", "metadata": {"rm_type": "exact", "turns": [1, 2]}}
+    kept = Kept.of([[token, token + 1] for token in response]) if index else None
+    known = {**tokens, **told, "segments": [(0, 2, 3), (2, 5, 4)], "finish": "length", "text": "four", "kept": kept}
+    return example(Sample, group=group, index=index, rollout=rollout, **known)
 
 
 class Blobs:
