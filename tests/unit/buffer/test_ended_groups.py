@@ -43,7 +43,7 @@ from tests.unit.buffer.world import World
 
 def scored(number: int, removed: tuple[int, ...] = ()) -> ScoredGroup:
     known = {"payload": Payload(keys=[f"k{number}"], bytes=10), "rewards": [0.0, 1.0], "parts": ({"form": 0.5}, {"form": 1.0})}
-    return of_samples(ScoredGroup, group_id(number), [meta(0, 0, 3), meta(2, 2, 3)], "", attempt=number, removed=removed, **known)
+    return of_samples(ScoredGroup, group_id(number), [meta(0, 0, 3), meta(2, 2, 3)], "key", attempt=number, removed=removed, **known)
 
 
 def state(*records: LedgerRecord) -> BufferState:
