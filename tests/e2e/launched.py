@@ -17,6 +17,7 @@ from shared.bus.registry import Registry
 from shared.process.child_process import with_parent
 from shared.runtime.errors import DeadlineExceeded
 from shared.schema.service_messages import ServiceStatus
+from tests.support.service_process import processes
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -72,45 +73,26 @@ class LaunchedRun:
 
     def child(self, program: str) -> int:
         """The pid of the launcher's child whose command line names ``program``."""
-        for entry in Path("/proc").iterdir():
-            if not entry.name.isdigit():
-                continue
-            try:
-                parent = int((entry / "stat").read_text().rpartition(")")[2].split()[1])
-                words = (entry / "cmdline").read_bytes()
-            except (FileNotFoundError, ProcessLookupError):
-                continue
-            if parent == self.process.pid and program.encode() in words:
-                return int(entry.name)
-        raise AssertionError(f"the launcher has no child {program}\n{self.said()}")
+        return self._child_of(self.process.pid, program)
 
     def descendant(self, program: str) -> int:
         """The pid of the process under the launcher whose command line names ``program``, at any depth; of several the innermost."""
         below, found = {self.process.pid}, -1
-        for entry in sorted((entry for entry in Path("/proc").iterdir() if entry.name.isdigit()), key=lambda entry: int(entry.name)):
-            try:
-                parent = int((entry / "stat").read_text().rpartition(")")[2].split()[1])
-                words = (entry / "cmdline").read_bytes()
-            except (FileNotFoundError, ProcessLookupError):
-                continue
+        for pid, (parent, words) in processes().items():
             if parent in below:
-                below.add(int(entry.name))
-                found = int(entry.name) if program.encode() in words else found
-        if found < 0:
-            raise AssertionError(f"the launcher has no process {program} below it\n{self.said()}")
+                below.add(pid)
+                found = pid if program in words else found
+        assert found >= 0, f"the launcher has no process {program} below it\n{self.said()}"
         return found
 
     def engine_of(self, service: int) -> int:
         """The pid of the child of a rollout service that is its engine."""
-        for entry in (entry for entry in Path("/proc").iterdir() if entry.name.isdigit()):
-            try:
-                parent = int((entry / "stat").read_text().rpartition(")")[2].split()[1])
-                words = (entry / "cmdline").read_bytes()
-            except (FileNotFoundError, ProcessLookupError):
-                continue
-            if parent == service and b"launcher" in words:
-                return int(entry.name)
-        raise AssertionError(f"service {service} has no engine\n{self.said()}")
+        return self._child_of(service, "launcher")
+
+    def _child_of(self, parent: int, program: str) -> int:
+        found = next((pid for pid, (of, words) in processes().items() if of == parent and program in words), -1)
+        assert found >= 0, f"process {parent} has no child {program}\n{self.said()}"
+        return found
 
     def summary(self) -> dict[str, object]:
         content: dict[str, object] = json.loads((self.root / "summary.json").read_text())

@@ -8,7 +8,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import Future
 from pathlib import Path
 
@@ -30,6 +30,7 @@ from shared.service.service_base import REFUSED_SECONDS
 from tests.support.pushing import Replicated
 from tests.support.run_config import run_config
 from tests.support.valid_messages import example
+from tests.support.waiting import wait_until
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -193,13 +194,6 @@ def signals() -> Iterator[None]:
         signal.signal(signal_number, handler)
 
 
-def wait_for(what: str, condition: Callable[[], object], seconds: float = 30.0) -> None:
-    end = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < end, f"{what} did not come within {seconds:g} s"
-        time.sleep(0.005)
-
-
 def test_a_trainer_that_is_asked_to_stop_while_the_buffer_is_away_leaves_without_waiting_for_the_buffers_deadline(
     signals: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -245,7 +239,7 @@ def test_fifty_starts_of_a_trainer_while_the_buffer_tells_of_an_evaluation(
     for _ in range(50):
         asyncio.run(report())
         with failures_reported(died.append), ControlClient() as client:
-            wait_for("the evaluation", lambda client=client: died or [found.version for found in client.evaluations] == [3])
+            wait_until(lambda client=client: died or [found.version for found in client.evaluations] == [3], "the evaluation", pause=0.005)
             assert not died
     stop.set()
     buffer.join(timeout=30)

@@ -19,6 +19,7 @@ from shared.data.tokenizer import Tokenizer
 from shared.runtime.tasks import cancelled
 from shared.schema.service_messages import ServiceStatus
 from shared.sessions.session import CONTEXT_GAUGE, GENERATE_PATH, VOCABULARY_GAUGE, TurnGeneration, TurnRequest
+from tests.support.http_server import served
 
 CONTEXT = 1 << 20
 PIECE = 7
@@ -76,23 +77,18 @@ async def scripted_replica(
     registry: Registry, tokenizer: Tokenizer, script: Callable[[str], str], version: int | None = None
 ) -> AsyncIterator[ScriptedReplica]:
     """Serves on loopback, and stands in the registry while the body runs."""
-    replica, app = ScriptedReplica(tokenizer, script, version), web.Application(client_max_size=64 << 20)
-    app.router.add_post(GENERATE_PATH, replica.generate)
-    runner = web.AppRunner(app, access_log=None)
-    await runner.setup()
-    await web.TCPSite(runner, "127.0.0.1", 0).start()
-    url = f"http://127.0.0.1:{runner.addresses[0][1]}"
+    replica = ScriptedReplica(tokenizer, script, version)
     gauges = {CONTEXT_GAUGE: float(CONTEXT), VOCABULARY_GAUGE: float(tokenizer.vocabulary_size)}
+    async with served(web.post(GENERATE_PATH, replica.generate)) as url:
 
-    async def announce() -> None:
-        while True:
-            status = {"service": "rollout", "instance": "rollout-0", "host": "localhost", "pid": 1, "http": url, "engine": url}
-            await registry.renew(ServiceStatus(**status, state="ready", version=0, gauges=gauges, at=time.time()))
-            await asyncio.sleep(1)
+        async def announce() -> None:
+            while True:
+                status = {"service": "rollout", "instance": "rollout-0", "host": "localhost", "pid": 1, "http": url, "engine": url}
+                await registry.renew(ServiceStatus(**status, state="ready", version=0, gauges=gauges, at=time.time()))
+                await asyncio.sleep(1)
 
-    announcing = asyncio.create_task(announce())
-    try:
-        yield replica
-    finally:
-        await cancelled([announcing])
-        await runner.cleanup()
+        announcing = asyncio.create_task(announce())
+        try:
+            yield replica
+        finally:
+            await cancelled([announcing])

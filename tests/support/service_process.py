@@ -1,5 +1,6 @@
 """One real service process of a run: ``python -m services.<name>``."""
 
+import contextlib
 import os
 import subprocess
 import sys
@@ -54,3 +55,15 @@ class ServiceProcess:
     def __exit__(self, *_: object) -> None:
         if self.process.poll() is None:
             self.kill()
+
+
+def processes() -> dict[int, tuple[int, str]]:
+    """This machine's processes that are alive, in the order of their pids: pid → its parent's, and its command line."""
+    found = {}
+    for pid in sorted(int(entry.name) for entry in Path("/proc").iterdir() if entry.name.isdigit()):
+        with contextlib.suppress(FileNotFoundError, ProcessLookupError):
+            state, parent = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[:2]
+            words = Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
+            if state != "Z":
+                found[pid] = (int(parent), words)
+    return found

@@ -14,7 +14,7 @@ from shared.agents.http_agent import play as over_http
 from shared.agents.mcp_agent import HttpServer, McpServerFailed, McpTools, Server, open_tools, play
 from shared.process.embedded_servers import free_port
 from shared.runtime.errors import ConfigError
-from tests.support.http_server import http_server
+from tests.support.http_server import http_server, served
 from tests.support.waiting import until
 
 DATA = {"messages": [{"role": "user", "content": "ü?"}], "label": "4", "metadata": {"level": 2}}
@@ -60,19 +60,14 @@ async def test_one_that_is_starting_is_waited_for_and_one_that_is_away_is_named(
         url = f"http://127.0.0.1:{taken.getsockname()[1]}/play"
     with pytest.raises(AgentServiceFailed, match="cannot be reached within 0.5 s: "):
         await over_http({**DATA, "options": {"url": url, "start_seconds": 0.5}}, "http://gateway:8300/v1", "sk-myxo-1")
-    application = web.Application()
 
     async def answer(request: web.Request) -> web.Response:
         return web.json_response({"reward": 1})
 
-    application.router.add_post("/play", answer)
-    runner = web.AppRunner(application)
-    await runner.setup()
     asked = asyncio.create_task(over_http({**DATA, "options": {"url": url, "level": 3}}, "http://gateway:8300/v1", "sk-myxo-1"))
     await asyncio.sleep(0.3)  # it has been refused once
-    await web.TCPSite(runner, "127.0.0.1", int(url.rsplit(":", 1)[1].split("/")[0])).start()
-    assert await asked == 1
-    await runner.cleanup()
+    async with served(web.post("/play", answer), port=int(url.rsplit(":", 1)[1].split("/")[0])):
+        assert await asked == 1
 
 
 async def test_options_that_are_wrong_are_named() -> None:

@@ -28,6 +28,7 @@ from shared.schema.sample import Sample
 from tests.integration.engine.bench import PROMPT, NewBench
 from tests.integration.engine.conftest import Checkpoints
 from tests.integration.engine.reference import log_probs
+from tests.support.http_server import served
 from tests.support.train_samples import train_sample
 
 pytestmark = pytest.mark.timeout(600)
@@ -64,17 +65,8 @@ async def opened(
             return web.json_response(spoil(found) if response.ok else found, status=response.status)
 
     connector = aiohttp.UnixConnector(str(engine.receiver / SOCKET))
-    async with aiohttp.ClientSession("http://engine", connector=connector) as inside:
-        app = web.Application()
-        app.router.add_post("/generate", generate)
-        runner = web.AppRunner(app)
-        await runner.setup()
-        port = free_port()
-        await web.TCPSite(runner, "127.0.0.1", port).start()
-        try:
-            yield f"http://127.0.0.1:{port}"
-        finally:
-            await runner.cleanup()
+    async with aiohttp.ClientSession("http://engine", connector=connector) as inside, served(web.post("/generate", generate)) as url:
+        yield url
 
 
 def objective(urls: dict[str, str], **changes: Any) -> AlgorithmSection:

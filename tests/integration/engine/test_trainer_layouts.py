@@ -2,7 +2,6 @@
 
 import asyncio
 import json
-import time
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import ExitStack, asynccontextmanager
 from pathlib import Path
@@ -26,6 +25,7 @@ from shared.transfer.digest import TensorDigest, decoded_digests, version_digest
 from shared.transfer.weight_checkpoint import LocalCheckpoint, WeightCheckpoint, WeightCheckpoints
 from tests.integration.engine.conftest import Checkpoints, running_engine
 from tests.support.tiny_model import PRINTABLE, character_tokenizer
+from tests.support.waiting import wait_until
 from tests.unit.trainer.megatron import rank_steps
 from tests.unit.trainer.megatron.tiny import VOCAB, make_checkpoint, pack, sequences
 from tests.unit.trainer.megatron.world import World
@@ -221,10 +221,7 @@ def say(place: Path, what: str, value: Any) -> None:
 
 
 def wait_for(path: Path) -> Any:
-    end = time.monotonic() + SECONDS
-    while not path.exists():
-        assert time.monotonic() < end, f"no {path.name} within {SECONDS:g} s"
-        time.sleep(0.01)
+    wait_until(path.exists, path.name, SECONDS)
     return json.loads(path.read_text())
 
 

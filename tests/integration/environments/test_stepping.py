@@ -6,8 +6,8 @@ import json
 import math
 import subprocess
 import sys
-from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from collections.abc import Callable
+from contextlib import AbstractAsyncContextManager
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +25,7 @@ from shared.environment.serving import EpisodeRefused, ServedEnvironment, serve_
 from shared.process.embedded_servers import free_port
 from shared.runtime.errors import ConfigError
 from tests.integration.environments.live import ROOT
+from tests.support.http_server import served
 
 EXAMPLE = Example("guess:", "5", ["5", "3", "9"])
 
@@ -145,20 +146,11 @@ async def test_what_breaks_the_protocol_is_found_by_its_check(kind: str, check: 
     assert all(found[name].result == "ok" for name in before), "and not before"
 
 
-@asynccontextmanager
-async def raw(respond: Callable[[str], web.Response]) -> AsyncIterator[str]:
+def raw(respond: Callable[[str], web.Response]) -> AbstractAsyncContextManager[str]:
     async def on_request(request: web.Request) -> web.Response:
         return respond(request.path.strip("/"))
 
-    application = web.Application()
-    application.router.add_route("*", "/{verb}", on_request)
-    runner = web.AppRunner(application, shutdown_timeout=1.0)
-    await runner.setup()
-    try:
-        await web.TCPSite(runner, "127.0.0.1", port := free_port()).start()
-        yield f"http://127.0.0.1:{port}"
-    finally:
-        await runner.cleanup()
+    return served(web.route("*", "/{verb}", on_request), shutdown_timeout=1.0)
 
 
 DESCRIPTION = {"protocol": 1, "name": "raw", "verbs": ["reset", "step"]}

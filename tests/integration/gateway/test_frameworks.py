@@ -36,6 +36,7 @@ from shared.sessions.session_store import SessionStore
 from tests.clients.play import AGAIN, ASK, SUM
 from tests.integration.buffer.conftest import NewRun, new_run
 from tests.support.gateways import Played, ready_gateway, started_gateway
+from tests.support.http_server import served
 from tests.support.qwen3_tokenizer import write_qwen3_tokenizer
 from tests.support.scripted_replica import ScriptedReplica, scripted_replica
 from tests.support.service_process import ROOT
@@ -180,13 +181,9 @@ class Recorder:
 @asynccontextmanager
 async def recorder(gateway: str) -> AsyncIterator[tuple[Recorder, str]]:
     async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=None)) as http:
-        found, app = Recorder(gateway, http), web.Application(client_max_size=64 << 20)
-        app.router.add_route("*", "/{path:.*}", found.forward)
-        runner = web.AppRunner(app, access_log=None)
-        await runner.setup()
-        await web.TCPSite(runner, "127.0.0.1", 0).start()
-        yield found, f"http://127.0.0.1:{runner.addresses[0][1]}"
-        await runner.cleanup()
+        found = Recorder(gateway, http)
+        async with served(web.route("*", "/{path:.*}", found.forward)) as url:
+            yield found, url
 
 
 def environment_of(client: Client) -> Path:

@@ -6,7 +6,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 from unittest import mock
@@ -14,6 +13,8 @@ from unittest import mock
 from myxo.main import main
 from shared.process.child_process import with_parent
 from tests.support.fork_server import ForkServerPopen
+from tests.support.service_process import processes
+from tests.support.waiting import wait_until
 
 ROOT = Path(__file__).resolve().parents[3]
 
@@ -76,18 +77,7 @@ def ended(process: subprocess.Popen[str]) -> tuple[int, str, str]:
 
 def children(pid: int) -> dict[int, str]:
     """The process's own children that are alive: pid → command line."""
-    found = {}
-    for entry in Path("/proc").iterdir():
-        if not entry.name.isdigit():
-            continue
-        try:
-            state, parent = (entry / "stat").read_text().rpartition(")")[2].split()[:2]
-            words = (entry / "cmdline").read_bytes().replace(b"\0", b" ").decode()
-        except (FileNotFoundError, ProcessLookupError):
-            continue
-        if int(parent) == pid and state != "Z":
-            found[int(entry.name)] = words
-    return found
+    return {child: words for child, (parent, words) in processes().items() if parent == pid}
 
 
 def kill_child(pid: int, words: str) -> int:
@@ -99,7 +89,4 @@ def kill_child(pid: int, words: str) -> int:
 
 def wait_for(what: str, condition: Callable[[], object], deadline: float = COMMAND_SECONDS) -> None:
     """Looks until ``condition`` holds."""
-    end = time.monotonic() + deadline
-    while not condition():
-        assert time.monotonic() < end, f"{what} did not come within {deadline} s"
-        time.sleep(0.1)
+    wait_until(condition, what, deadline, pause=0.1)

@@ -7,7 +7,6 @@ import os
 import pickle
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -15,6 +14,7 @@ import pytest
 from torch.distributed import DistNetworkError, DistStoreError, TCPStore
 
 from tests.support.listening_sockets import listening_sockets
+from tests.support.waiting import wait_until
 
 ROOT = Path(__file__).resolve().parents[3]
 SECONDS = 180.0
@@ -44,13 +44,6 @@ def launched(*words: str) -> Iterator[subprocess.Popen[bytes]]:
         process.wait(60)
 
 
-def until(what: str, condition: Callable[[], bool]) -> None:
-    end = time.monotonic() + SECONDS
-    while not condition():
-        assert time.monotonic() < end, f"{what} did not come within {SECONDS:g} s"
-        time.sleep(0.1)
-
-
 def poison(port: int, marker: Path) -> int:
     """Writes a pickle over every value of a store, as anybody can who reaches its port. Returns how many there were."""
     store = TCPStore("127.0.0.1", port, is_master=False, timeout=datetime.timedelta(seconds=5), wait_for_workers=False)
@@ -67,7 +60,7 @@ def test_a_pickle_written_to_the_ranks_rendezvous_is_never_loaded(tmp_path: Path
     executed, ours = tmp_path / "standalone", tmp_path / "ours"
     with launched(*STANDALONE) as standalone, launched(*OURS) as trainer, launched(*OURS) as another:
         for process in (standalone, trainer, another):
-            until("a rendezvous", lambda process=process: bool(listening_sockets(process.pid)))
+            wait_until(lambda process=process: listening_sockets(process.pid), "a rendezvous", SECONDS)
 
         def attacked() -> bool:
             for found in listening_sockets(trainer.pid):
@@ -77,7 +70,7 @@ def test_a_pickle_written_to_the_ranks_rendezvous_is_never_loaded(tmp_path: Path
                     poison(found.port, executed)
             return executed.exists()
 
-        until("the execution of what was written to torchrun --standalone", attacked)
+        wait_until(attacked, "the execution of what was written to torchrun --standalone", SECONDS, pause=0.1)
         assert not ours.exists()
         assert trainer.poll() is None, "the trainer's ranks did not survive it"
         opened = [listening_sockets(process.pid) for process in (trainer, another)]
