@@ -1,4 +1,4 @@
-"""An environment of the package verifiers, in its own virtual environment, trains a policy in a whole run that one command starts.
+"""Whole runs whose rollouts are played elsewhere: an environment of the package verifiers, a game, a rollout function of slime's.
 
 VERIFIERS_PYTHON names the Python of such an environment (docs/agents.md); without it one is made, where pip reaches an index. The game is
 `examples/environments/verifiers/duel.py`, or VERIFIERS_TASKSET, an installed taskset such as the package's own example kuhn_poker, with the
@@ -11,17 +11,23 @@ import os
 import re
 import subprocess
 import sys
+import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
+from examples.environments.guessing.guessing import MOST_GUESSES
+from shared.data.rollout_files import DIRECTORY
 from shared.process.embedded_servers import free_port
+from shared.schema.service_messages import ServiceStatus
 from tests.e2e.conftest import write_small_run
-from tests.e2e.launched import ROOT, LaunchedRun
+from tests.e2e.launched import ROOT, LaunchedRun, gauge
+from tests.integration.environments.live import EnvironmentProcess
 from tests.support.rollout_reader import RolloutReader
 from tests.support.tiny_model import TinyModelShape, write_tiny_model
 
-RUN_SECONDS = 900.0
+VERIFIERS_SECONDS = 900.0
 
 CONTEXT = 8192
 
@@ -44,8 +50,8 @@ def python(tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(directory / "bin" / "python")
 
 
-@pytest.mark.extra
-@pytest.mark.timeout(RUN_SECONDS + 900)
+@pytest.mark.extra(each=True)
+@pytest.mark.timeout(VERIFIERS_SECONDS + 900)
 def test_an_environment_of_verifiers_trains_from_its_own_environment(tmp_path: Path, python: str, monkeypatch: pytest.MonkeyPatch) -> None:
     model = tmp_path / "model"
     write_tiny_model(model, shape=TinyModelShape(max_positions=CONTEXT))
@@ -66,7 +72,7 @@ def test_an_environment_of_verifiers_trains_from_its_own_environment(tmp_path: P
     text = re.sub(r"\[eval\]\n.*\n", "", text) + f'[rollout.agent_options]\nurl = "http://127.0.0.1:{port}/play"\n'
     config.write_text(text)
     with LaunchedRun(config, tmp_path / "runs" / "environment", "environment") as run:
-        assert run.wait(RUN_SECONDS) == 0, run.said()
+        assert run.wait(VERIFIERS_SECONDS) == 0, run.said()
         summary = run.summary()
     assert (summary["audit"], summary["steps"]) == ("ok", steps)
     assert summary["groups"]["trained"] == 4 * steps  # type: ignore[index]
@@ -82,3 +88,78 @@ def test_an_environment_of_verifiers_trains_from_its_own_environment(tmp_path: P
         assert all(len(record.samples) == 2 * 4 for record in records)
         assert sum(sample.reward or 0.0 for record in records for sample in record.samples) == 0.0
         assert any(sample.reward for record in records for sample in record.samples)
+
+
+RUN_SECONDS = 900
+TURN_TOKENS = 2
+
+
+@pytest.mark.extra(each=True)  # integration/engine plays episodes on an engine, integration/environments the game
+@pytest.mark.timeout(RUN_SECONDS + 300)
+def test_episodes_are_trained(small_run: Callable[..., Path], tmp_path: Path) -> None:
+    """The environment begins after the run, which waits for it."""
+    steps, port, root = 2, free_port(), tmp_path / "runs" / "episodes"
+    config = small_run("episodes", steps=steps, staleness=1)
+    game = "examples.environments.guessing.guessing:GuessingGame"
+    flags = ["--episode-url", f"http://127.0.0.1:{port}", "--episode-turn-tokens", str(TURN_TOKENS), "--rollout-max-response-len", "40"]
+    with LaunchedRun(config, root, "episodes", flags) as run:
+        served = [sys.executable, "-m", "myxo.main", "env", "run", game, "--port", str(port)]
+        with EnvironmentProcess(served, tmp_path / "game.log", {}):
+            assert run.wait(RUN_SECONDS) == 0, run.said()
+        summary = run.summary()
+    assert (summary["audit"], summary["steps"]) == ("ok", steps)
+    assert summary["mean_abs_logprob_diff"] < 1e-3  # type: ignore[operator]
+    trained = [record for record in RolloutReader(root / DIRECTORY).records() if record.step is not None]
+    assert len(trained) == 4 * steps
+    played = [(record.metadata if one.metadata is None else one.metadata, one) for record in trained for one in record.samples]
+    for metadata, sample in played:
+        turns = metadata["turns"]
+        assert 1 <= turns <= MOST_GUESSES and len(sample.response) >= turns - 1, "an answer of the game stands between two turns"
+        assert sample.reward == pytest.approx(1.0 - (turns - 1) / MOST_GUESSES) or (sample.reward, turns) == (0.0, MOST_GUESSES)
+
+
+FLAGS = (
+    "--rollout-function-path",
+    "examples.compat.fully_async_rollout.generate_rollout",
+    "--custom-rm-path",
+    "examples.compat.fully_async_rollout.score",
+    "--eval-function-path",
+    "slime.rollout.sglang_rollout.generate_rollout",
+)
+
+
+@pytest.mark.extra(each=True)
+@pytest.mark.timeout(2 * RUN_SECONDS)
+def test_a_fully_asynchronous_rollout_function_trains_and_its_deaths_lose_no_group(small_run: Callable[..., Path], tmp_path: Path) -> None:
+    """kill -9 of the function's process, twice, and of the whole rollout service, while the run trains."""
+    steps = 20
+    config = small_run("kills", steps=steps, staleness=2)
+    with LaunchedRun(config, tmp_path / "runs" / "kills", "kills", (*FLAGS, "--max-deliver", "20")) as run:
+        reached = 0.0
+        for victim in ("producer_process", "services.rollout", "producer_process"):
+            cards = run.until(f"step {reached + 1}", lambda cards, reached=reached: trained(cards) > reached, RUN_SECONDS)
+            reached = trained(cards)
+            assert reached < steps, "the run ended before: make it longer"
+            kill(run, victim)
+        assert run.wait(RUN_SECONDS) == 0, run.said()
+        summary = run.summary()
+    assert (summary["audit"], summary["steps"]) == ("ok", steps)
+    assert summary["groups"]["trained"] == 4 * steps  # type: ignore[index]
+    assert summary["max_staleness_seen"] <= 2  # type: ignore[operator]
+    assert any("rollout_function_ended" in log.read_text() for log in (tmp_path / "runs" / "kills" / "logs").glob("rollout*.log"))
+
+
+def trained(cards: list[ServiceStatus]) -> float:
+    return gauge(cards, "buffer", "trained_steps")
+
+
+def kill(run: LaunchedRun, victim: str) -> None:
+    """Kills the process once it is there: it may just be starting again."""
+    end = time.monotonic() + RUN_SECONDS
+    while True:
+        try:
+            return run.kill(run.child(victim) if victim.startswith("services") else run.descendant(victim))
+        except (AssertionError, ProcessLookupError):
+            if time.monotonic() > end:
+                raise
+            time.sleep(0.1)

@@ -170,7 +170,7 @@ def test_its_folders_hold_tests(folder: str) -> None:
 
 
 def test_a_piece_is_a_file_or_files_that_share_an_engine() -> None:
-    assert piece_of("tests/e2e/test_ppo.py::test_a[tests/unit/x.py::y]") == "tests/e2e/test_ppo.py"
+    assert piece_of("tests/e2e/test_objectives.py::test_a[tests/unit/x.py::y]") == "tests/e2e/test_objectives.py"
     assert [piece_of(f"{ENGINES}{name}.py::test_a") for name in ("turns", "router", "process")] == [*SHARED[::-1], f"{ENGINES}process.py"]
     assert [piece_of(f"{OF_RANKS}{name}.py::test_a") for name in ("lora", "cpu")] == [*RANKS]
     assert all((ROOT / f"{ENGINES}{name}.py").is_file() for name in (*OWN_ENGINES, *OF_WEIGHTS))
