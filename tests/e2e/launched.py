@@ -10,6 +10,7 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 from myxo.run.run_directory import RunDirectory
 from shared.bus.connection import Bus
@@ -64,6 +65,13 @@ class LaunchedRun:
         except subprocess.TimeoutExpired:
             raise AssertionError(f"the run did not end within {deadline:g} s\n{self.said()}") from None
 
+    def ended(self, steps: int, deadline: float) -> dict[str, Any]:
+        """Waits for the run's good end, after so many steps, and returns its summary, in which the audit finds nothing."""
+        assert self.wait(deadline) == 0, self.said()
+        summary = self.summary()
+        assert (summary["audit"], summary["steps"]) == ("ok", steps)
+        return summary
+
     def until(self, what: str, condition: Callable[[list[ServiceStatus]], bool], deadline: float) -> list[ServiceStatus]:
         """Waits until the registry's cards satisfy ``condition``."""
         return asyncio.run(self._until(what, condition, deadline))
@@ -94,8 +102,8 @@ class LaunchedRun:
         assert found >= 0, f"process {parent} has no child {program}\n{self.said()}"
         return found
 
-    def summary(self) -> dict[str, object]:
-        content: dict[str, object] = json.loads((self.root / "summary.json").read_text())
+    def summary(self) -> dict[str, Any]:
+        content: dict[str, Any] = json.loads((self.root / "summary.json").read_text())
         return content
 
     async def _until(self, what: str, condition: Callable[[list[ServiceStatus]], bool], deadline: float) -> list[ServiceStatus]:

@@ -37,11 +37,9 @@ def test_an_agent_trains_while_gateways_and_replicas_come_and_go(small_run: Call
         for number, (program, word) in enumerate(GOING):
             run.until("a step", lambda cards, step=2 * number + 1: trained(cards) >= step, RUN_SECONDS)
             os.kill(run.child(program), word)
-        assert run.wait(RUN_SECONDS) == 0, run.said()
-        summary = run.summary()
-    assert (summary["audit"], summary["steps"]) == ("ok", steps)
-    assert summary["groups"]["trained"] == 4 * steps  # type: ignore[index]
-    assert summary["max_staleness_seen"] <= 1  # type: ignore[operator]
+        summary = run.ended(steps, RUN_SECONDS)
+    assert summary["groups"]["trained"] == 4 * steps
+    assert summary["max_staleness_seen"] <= 1
 
 
 def trained(cards: list[ServiceStatus]) -> float:
@@ -65,10 +63,8 @@ def test_two_hundred_rollouts_are_trained_over_deaths_and_pushes(small_run: Call
         for step in range(1, steps, 2):
             run.until(f"step {step}", lambda cards, step=step: trained(cards) >= step and has_gateway(run), RUN_SECONDS)
             run.kill(run.child("services.gateway"))
-        assert run.wait(RUN_SECONDS) == 0, run.said()
-        summary = run.summary()
-    assert (summary["audit"], summary["steps"]) == ("ok", steps)
-    assert summary["groups"]["trained"] == 4 * steps  # type: ignore[index]
+        summary = run.ended(steps, RUN_SECONDS)
+    assert summary["groups"]["trained"] == 4 * steps
     samples = [sample for step in range(steps) for sample in dumped(dumps / str(step))]
     rollouts = len({(sample.group, sample.rollout) for sample in samples})
     turns = [turn for sample in samples for turn in drawn_turns(sample)]
@@ -126,10 +122,8 @@ def test_a_frozen_judge_answers_rewards_and_agents_over_its_engines_death(
         assert (status.instance, status.model, status.version) == ("model-judge-0", "judge", 0)
         run.kill(run.engine_of(status.pid))
         run.until("its engine's return", lambda cards: any(one.incarnation != status.incarnation for one in models(cards)), RUN_SECONDS)
-        assert run.wait(RUN_SECONDS) == 0, run.said()
-        summary = run.summary()
-    assert (summary["audit"], summary["steps"]) == ("ok", STEPS)
-    assert summary["groups"]["dead"] == {}, summary  # type: ignore[index]
+        summary = run.ended(STEPS, RUN_SECONDS)
+    assert summary["groups"]["dead"] == {}, summary
     samples = [sample for step in range(STEPS) for sample in dumped(tmp_path / "dumps" / str(step))]
     assert len(samples) == 16 * STEPS and all(len(list(drawn_turns(sample))) == 1 for sample in samples), "the judge's turns are trained"
     assert all("teacher_log_probs" in sample.attributes for sample in samples)

@@ -27,9 +27,7 @@ def test_versions_over_a_disk(small_run: Callable[..., Path], tmp_path: Path) ->
         cards = run.until("a version of the training", serves, RUN_SECONDS)
         assert gauge(cards, "buffer", "trained_steps") < steps, "the run ended before its replica was killed: make it longer"
         run.kill(run.child("services.rollout"))
-        assert run.wait(RUN_SECONDS) == 0, run.said()
-    summary = run.summary()
-    assert (summary["audit"], summary["steps"]) == ("ok", steps)
+        summary = run.ended(steps, RUN_SECONDS)
     difference = summary["mean_abs_logprob_diff"]
     assert isinstance(difference, float) and difference < 1e-4
     snapshots = WeightCheckpoints(run.root / "weights")
@@ -71,9 +69,7 @@ def test_engines_of_both_kinds_get_the_same_pushes_and_are_replaced(small_run: C
             )
             cards = run.until("its successor, and both serving", back, RUN_SECONDS)
         assert gauge(cards, "buffer", "trained_steps") < STEPS, "the run ended before its engines were killed: make it longer"
-        assert run.wait(RUN_SECONDS) == 0, run.said()
-    summary = run.summary()
-    assert (summary["audit"], summary["steps"]) == ("ok", STEPS)
+        summary = run.ended(STEPS, RUN_SECONDS)
     groups, difference = summary["groups"], summary["mean_abs_logprob_diff"]
     assert isinstance(groups, dict) and (groups["dead"], groups["faults"]) == ({}, {}), groups
     assert isinstance(difference, float) and difference < 1e-5
@@ -99,9 +95,7 @@ def test_external_engines_die_and_one_comes_back(transport: str, small_run: Call
         second.start()
         run.until("its return", lambda cards: serving(cards, 2) == 1 and "waits" in detail(cards, "rollout-0"), RUN_SECONDS)
         assert int(second.get("/model_info")["weight_version"].partition("@")[0]) >= 2
-        assert run.wait(RUN_SECONDS) == 0, run.said()
-    summary = run.summary()
-    assert (summary["audit"], summary["steps"]) == ("ok", steps)
+        summary = run.ended(steps, RUN_SECONDS)
     groups, difference = summary["groups"], summary["mean_abs_logprob_diff"]
     assert isinstance(groups, dict) and (groups["dead"], groups["dropped"]) == ({}, {}), groups
     assert isinstance(difference, float) and difference < 1e-4

@@ -114,7 +114,7 @@ def test_sets_are_evaluated_beside_training_and_a_version_after_the_fact(small_r
     with LaunchedRun(config, root, "sets") as run:
         assert run.wait(RUN_SECONDS) == 0, run.said()
         summary = run.summary()
-    found: dict[tuple[str, int], Any] = {(one["dataset"], one["version"]): one for one in summary["evaluations"]}  # type: ignore[attr-defined]
+    found: dict[tuple[str, int], Any] = {(one["dataset"], one["version"]): one for one in summary["evaluations"]}
     assert set(found) == {(name, version) for name in ("greedy", "door", "several") for version in (0, 1, 2)}
     assert {(one["prompts"], one["samples"], one["late"], one["failed"]) for one in found.values()} == {(8, 8, 0, 0), (3, 12, 0, 0)}
     assert all(one["version"] <= one["newest"] and one["lag"] >= 0 for one in found.values())

@@ -35,9 +35,7 @@ def test_a_run_with_engines_of_fewer_bits(aware: bool, small_run: Callable[..., 
         run.kill(run.process.pid)
         run.process.wait(60)
     with LaunchedRun(config, root, "eight", flags) as run:
-        assert run.wait(SECONDS) == 0, run.said()
-    summary = run.summary()
-    assert (summary["audit"], summary["steps"]) == ("ok", 40)
+        summary = run.ended(40, SECONDS)
     apart = summary["mean_abs_logprob_diff"]
     assert isinstance(apart, float) and (apart < 1e-4 if aware else 1e-5 < apart < 0.5)  # rounding; 1e-6 without
 
@@ -54,10 +52,8 @@ def test_a_run_trains_over_the_tokens_that_were_kept(small_run: Callable[..., Pa
     root = tmp_path / "runs" / "kept"
     config = small_run("kept", steps=2, staleness=1)
     with LaunchedRun(config, root, "kept", ["--rollout-top-p", "0.8", "--rollout-max-response-len", "12", *flags]) as run:
-        assert run.wait(RUN_SECONDS) == 0, run.said()
-        summary = run.summary()
-    assert (summary["audit"], summary["steps"]) == ("ok", 2)
-    assert summary["mean_abs_logprob_diff"] < 1e-3  # type: ignore[operator]
+        summary = run.ended(2, RUN_SECONDS)
+    assert summary["mean_abs_logprob_diff"] < 1e-3
     events = EventAccumulator(str(root / "tensorboard"))
     events.Reload()
     assert all(scalar.value > 1 for scalar in events.Scalars("rollout/kept_tokens"))
@@ -94,9 +90,7 @@ def test_the_experts_of_the_engine_are_trained(moe_run: Path, tmp_path: Path) ->
         *("--save-debug-train-data", str(root / "dumps" / "tensors_{rollout_id}_{rank}.safetensors")),
     ]
     with LaunchedRun(moe_run, root, "replay", flags) as run:
-        assert run.wait(RUN_SECONDS) == 0, run.said()
-        summary = run.summary()
-    assert summary["audit"] == "ok" and summary["steps"] == 2
+        run.ended(2, RUN_SECONDS)
     tensors, described = dumped(root, 0)
     assert all(result["skipped"] is None for result in described["results"])
     model, otherwise, own_gap = tmp_path / "model", 0, 0.0
@@ -130,9 +124,7 @@ def test_the_choice_of_the_pass_before_is_trained(moe_run: Path, tmp_path: Path)
         *("--save-debug-train-data", str(root / "dumps" / "tensors_{rollout_id}_{rank}.safetensors")),
     ]
     with LaunchedRun(moe_run, root, "replay", flags) as run:
-        assert run.wait(RUN_SECONDS) == 0, run.said()
-        summary = run.summary()
-    assert summary["audit"] == "ok" and summary["steps"] == 2
+        run.ended(2, RUN_SECONDS)
     _, described = dumped(root, 1)
     assert [result["skipped"] for result in described["results"]] == [None, None]
     assert all(0.9 < result["metrics"]["seq_load_balancing_loss"] < 4 for result in described["results"])

@@ -25,9 +25,7 @@ def test_a_tiny_model_learns_the_colour_of_a_square(tmp_path: Path) -> None:
     (tmp_path / "colours.toml").write_text(text.replace("num_rollout = 40", "num_rollout = 24"))
     root = tmp_path / "runs" / "colours"
     with LaunchedRun(tmp_path / "colours.toml", root, "colours") as run:
-        assert run.wait(RUN_SECONDS) == 0, run.said()
-        summary = run.summary()
-    assert summary["audit"] == "ok" and summary["steps"] == 24
+        summary = run.ended(24, RUN_SECONDS)
     assert summary["mean_abs_logprob_diff"] < 1e-4
     assert summary["reward_last"] > summary["reward_first"] + 0.15 and summary["accuracy_after"] > summary["accuracy_before"]
 
@@ -50,8 +48,6 @@ def test_a_tiny_model_learns_whether_a_tone_is_high(tmp_path: Path) -> None:
     text = text.replace('name = "colours"', f'name = "tones"\ndir = "{tmp_path / "runs"}"').replace("num_rollout = 40", "num_rollout = 24")
     (tmp_path / "tones.toml").write_text(text)
     with LaunchedRun(tmp_path / "tones.toml", tmp_path / "runs" / "tones", "tones") as run:
-        assert run.wait(RUN_SECONDS) == 0, run.said()
-        summary = run.summary()
-    assert summary["audit"] == "ok" and summary["steps"] == 24
+        summary = run.ended(24, RUN_SECONDS)
     assert summary["mean_abs_logprob_diff"] < 1e-4
     assert summary["reward_last"] > summary["reward_first"] + 0.15 and summary["accuracy_after"] > summary["accuracy_before"]
