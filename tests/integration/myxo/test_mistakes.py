@@ -19,6 +19,9 @@ MISTAKES = [*mistakes_of_model.MISTAKES, *mistakes_of_data.MISTAKES]
 ROWS = [*MISTAKES, *(pytest.param(row, marks=pytest.mark.extra) for row in NEWCOMERS)]
 assert len({row.name for row in (*MISTAKES, *NEWCOMERS)}) == len(ROWS) > 100
 
+GRADED = [*NEWCOMERS, *(row for row in MISTAKES if row.name.startswith("a prompt "))]
+"""Rows that are told with their place and what to do (`grade`)."""
+
 LIMIT_S = 10.0
 """Processor time that a refusal may take, children included: what a wait in a busy machine's queue adds is no fault of the command."""
 
@@ -44,8 +47,8 @@ def told(row: Mistake, given: Input, words: list[str], code: int, out: str, err:
     assert [word for word in row.says if word not in err and word not in fields] == [], err
     assert len(lines) == row.lines, err
     assert not (given.directory / "runs").exists(), "nothing is left of a launch that never was"
-    grades = {line: grade(line, given, [*words, *row.environment]) for line in lines}
-    assert row in MISTAKES or set(grades.values()) == {"A"}, grades
+    grades = {line: grade(line, given, [*words, *row.environment]) for line in lines if row in GRADED}
+    assert set(grades.values()) <= {"A"}, grades
 
 
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: row.name)
