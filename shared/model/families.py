@@ -207,7 +207,7 @@ def tower_of(entries: Mapping[str, Any], parameters: int) -> Tower | None:
 
 
 # Names that families of transformers' have for the number of a layer's experts, and of those that each token goes through
-_EXPERTS = "num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts"
+_EXPERTS = "n_routed_experts", "num_experts", "num_local_experts", "moe_num_experts"
 _CHOSEN = "num_experts_per_tok", "experts_per_token", "moe_topk", "moe_k", "top_k_experts"
 
 

@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 from torch.utils.checkpoint import checkpoint as checkpointed
 
 from services.trainer import flops
-from services.trainer.fsdp import fused_layers, packed_attention, shard_gathering
+from services.trainer.fsdp import fused_layers, packed_attention, shard_gathering, weight_loading
 from services.trainer.fsdp.packed_attention import Sequences
 from services.trainer.packing import separate
 from services.trainer.parallel.loss_function import MicroBatchesFailed
@@ -240,6 +240,16 @@ def test_a_quantized_teacher_is_what_its_numbers_stand_for(kind, hf, alone, two_
     expected = alone.log_probs_of(source, TORCH, plain)
     for found in (alone.log_probs_of(source, TORCH, teacher), two_ranks.run(rank_steps.log_probs_of, source, TORCH, teacher)[0]):
         torch.testing.assert_close(found, expected, atol=1e-5, rtol=0)
+
+
+def test_a_teacher_that_is_read_as_a_whole_does_not_name_what_is_pushed(hf, alone, tmp_path, monkeypatch):
+    """Its names may be others than the policy's, whose own is read so too."""
+    shutil.copytree(hf("qwen3_moe"), tmp_path, dirs_exist_ok=True)
+    model = alone.actor(hf("qwen3_moe"), **TORCH).model
+    monkeypatch.setattr(weight_loading, "_all_sources", lambda *_: None)
+    for directory, named in ((tmp_path, False), (hf("qwen3_moe"), True)):
+        model.load_hf(directory)
+        assert hasattr(model.language_model, "_weight_conversions") == named
 
 
 def test_a_resume_is_exact(hf, two_ranks, tmp_path):
@@ -514,7 +524,8 @@ def test_sparse_attention_is_dense_up_to_so_many_keys(kind, hf, alone, tmp_path)
     entries.pop("indexer_rope_interleave", None)
     (tmp_path / "config.json").write_text(json.dumps({**entries, "index_topk": 20}))
     reference = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32, attn_implementation="sdpa").eval()
-    model, seqs = alone.actor(tmp_path, **TORCH, weight_decay=20.0), [torch.arange(length) for length in (20, 9, 14)]
+    config = {**TORCH, "weight_decay": 20.0, "use_routing_replay": True}
+    model, seqs = alone.actor(tmp_path, **config), [torch.arange(length) for length in (20, 9, 14)]
     (packed,) = model.log_probs([pack(seqs)])
     for ours, seq in zip(packed.split([len(seq) for seq in seqs]), seqs, strict=True):
         theirs = reference(input_ids=seq[None]).logits[0, :-1].log_softmax(-1).gather(1, seq[1:, None]).squeeze(1)
