@@ -30,7 +30,7 @@ from shared.config.eval_views import eval_views
 from shared.config.external_server import EngineAway, ExternalServer
 from shared.config.rollout_section import APART, GENERATORS, GPUS_OF_MACHINE, TRANSFER, RolloutSection, flag_size, transfer_backend
 from shared.config.run_config import RunConfig
-from shared.config.sglang_flags import plain_name
+from shared.config.sglang_flags import OF_OTHER_WEIGHTS, plain_name
 from shared.config.speculation import (
     ALGORITHM,
     ALGORITHMS,
@@ -66,7 +66,7 @@ def check_engine_model(inspection: Inspection) -> Findings:
     yield from _speculation(inspection, flags)
     yield from _stages(inspection)
     yield from _shares(inspection, flags)
-    yield from _cast(inspection.config, flags)
+    yield from _pushed(inspection.config, flags)
     for name, (field, value) in flags.items():
         if name == "quantization" and value != "unquant" and ENTRY not in (inspection.model_config or {}):
             yield from _quantized(inspection, field, value)
@@ -167,9 +167,8 @@ def check_models(inspection: Inspection) -> Findings:
             if own.rollout.nodes_per_engine > 1:
                 expected = f"at most gpus_per_node = {rollout.gpus_per_node or GPUS_OF_MACHINE}: such an engine is on one machine"
                 yield ConfigError(f"{field}.num_gpus_per_engine", group.num_gpus_per_engine, expected)
-            alone = own.with_fields(debug={"debug_rollout_only": True})
             known = [check_engines] if not model or model in inspection.frozen_models else []
-            yield from _of_group(Inspection(alone, inspection.starts), field, [*ENGINE_CHECKS, *([check_files] if model else []), *known])
+            yield from _of_group(Inspection(own, inspection.starts), field, [*ENGINE_CHECKS, *([check_files] if model else []), *known])
         yield from _check_apart(inspection, model)
     if rollout.engine_groups and config.trainer.colocate:
         expected = "none with colocate: engines that share the trainer's GPUs are alike"
@@ -251,8 +250,10 @@ def check_external_engines(inspection: Inspection) -> Findings:
             yield error
 
 
-def _cast(config: RunConfig, flags: Mapping[str, tuple[str, Any]]) -> Findings:
-    """Yields a note where engines on GPUs cast what is pushed to bfloat16."""
+def _pushed(config: RunConfig, flags: Mapping[str, tuple[str, Any]]) -> Findings:
+    """Yields flags by which engines compute with other weights than what is pushed; a note where those on GPUs cast it to bfloat16."""
+    for name in filter(flags.__contains__, OF_OTHER_WEIGHTS if config.pushes else ()):
+        yield ConfigError(*flags[name], f"none in engines that get pushes: {OF_OTHER_WEIGHTS[name]}")
     pushed = config.weights.update_weight_dtype or config.trainer.train_dtype
     if pushed == "float32" and config.pushes and devices.resolve(config.rollout.rollout_device) == "cuda" and "dtype" not in flags:
         yield Note(f"trainer.train_dtype = float32, rollout.sglang.dtype = bfloat16: {FEWER_BITS}")

@@ -102,10 +102,8 @@ class AccessToken:
     def _opens(self, headers: Headers, query: str) -> bool:
         scheme, _, given = headers.get("authorization", "").partition(" ")
         bearer = given.strip() if scheme.lower() == "bearer" else ""
-        return any([self._is_token(text) for text in (query, bearer, _cookie(headers, self._cookie))])
-
-    def _is_token(self, text: str) -> bool:
-        return hmac.compare_digest(text.encode(errors="surrogateescape"), self._token.encode())
+        texts = query, bearer, _cookie(headers, self._cookie)
+        return any([hmac.compare_digest(text.encode(errors="surrogateescape"), self._token.encode()) for text in texts])
 
     def _entrance(self, scope: Scope) -> Response | None:
         """Returns the redirection of a request that has brought the token in its address; None for any other."""

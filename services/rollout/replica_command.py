@@ -24,7 +24,7 @@ from shared.config.sglang_flags import plain_name
 from shared.config.speculation import ALGORITHM, DRAFT, OF_THE_MODEL, speculation_flags, without_speculation
 from shared.config.speculation import speculates as with_speculation
 from shared.hooks.loading import agent_paths
-from shared.model.families import read_architecture
+from shared.model.families import architecture_of, read_architecture
 from shared.process.embedded_servers import free_port
 from shared.runtime.errors import ConfigError
 from shared.service.service_base import Service, default_instance
@@ -87,21 +87,38 @@ def graph_flags(config: RunConfig, device: str) -> dict[str, Any]:
     return {} if own or captured is None or config.trainer.colocate else {FLAG: captured}
 
 
-RUNNER = "moe-runner-backend"
+RUNNER, RECORD = "moe-runner-backend", "enable-return-routed-experts"
+
+# Kernels for which SGLang rearranges experts as it loads them, not as they are pushed (with the second it can load others from disk), and
+# the compute capability from which on it takes them by itself.
+LAID_OUT_ANEW, CHOSEN_FROM = ("flashinfer_trtllm", "flashinfer_trtllm_routed"), 10.0
 
 
-def routing_flags(config: RunConfig, device: str) -> dict[str, Any]:
-    """Returns the engine's flags for the record of each token's experts. SGLang would take kernels for gpt-oss that leave none.
+def expert_flags(config: RunConfig, device: str) -> dict[str, Any]:
+    """Returns the engine's flags for the record of each token's experts, and for kernels that keep one and take what is pushed: SGLang
+    would take others for gpt-oss, and on new GPUs for most models.
 
     Raises ConfigError: the run asks for such kernels.
     """
     kept, given = config.trainer.use_rollout_routing_replay, config.rollout.engine_flags.get(RUNNER)
-    flags: dict[str, Any] = {"enable-return-routed-experts": kept}
-    if not kept or device != "cuda" or not read_architecture(config.model.hf_checkpoint).stacked_experts:
-        return flags
-    if given not in (None, "triton"):
-        raise ConfigError(f"rollout.sglang.{RUNNER}", given, "triton with use_rollout_routing_replay: others keep no record of the experts")
-    return {**flags, RUNNER: "triton"}
+    if device == "cuda" and kept and read_architecture(config.model.hf_checkpoint).stacked_experts:
+        right, why = "triton", "use_rollout_routing_replay: others keep no record of the experts"
+    elif device == "cuda" and config.pushes and _laid_out_anew(config, given):
+        right, why = "", "pushes: this wants experts in another layout than they are pushed in"
+    else:
+        return {RECORD: kept}
+    if given not in (None, right):
+        raise ConfigError(f"rollout.sglang.{RUNNER}", given, f"triton with {why}")
+    return {RECORD: kept, RUNNER: "triton"}
+
+
+def _laid_out_anew(config: RunConfig, given: str | None) -> bool:
+    if architecture_of(config).experts is None:
+        return False
+    if given not in (None, "auto"):
+        return given in (LAID_OUT_ANEW if config.weights.update_weight_transport == "nccl" else LAID_OUT_ANEW[:1])
+    alone = config.rollout.engine_flags.get("moe-a2a-backend") in (None, "none")
+    return alone and any(one >= CHOSEN_FROM for one in devices.gpu_capabilities())
 
 
 BOOTSTRAP = "disaggregation-bootstrap-port"
@@ -168,7 +185,7 @@ def replica_command(service: Service, name: str, meeting: EngineRendezvous | Non
     if config.kept_top_k and not sglang_flags.known_ones({"sampling-mask-max-tokens": 0}):
         expected = f"off: SGLang {sglang_flags.installed()} does not return the tokens that its sampler kept, as 0.5.20 does"
         raise ConfigError("trainer.support_replay", config.trainer.support_replay, expected)
-    flags |= routing_flags(config, device) | graph_flags(config, device) | kind_flags(config, device)
+    flags |= expert_flags(config, device) | graph_flags(config, device) | kind_flags(config, device)
     flags |= parameter_flags(config, device, service.name != MODEL)
     if devices.engines_release(config):
         flags |= {"enable-memory-saver": True, "enable-weights-cpu-backup": devices.engines_back_up(config)}

@@ -126,7 +126,7 @@ class _Teacher:
         body = orjson.dumps(_request(sample, k, self._temperature), option=orjson.OPT_SERIALIZE_NUMPY)
         pauses, reason = doubling(FIRST_PAUSE, LONGEST_PAUSE), "it did not answer"
         try:
-            async with asyncio.timeout(deadline), self._room:
+            async with self._room, asyncio.timeout(deadline):
                 while True:
                     try:
                         return self._read(await self._answer(body, sample), sample, k)

@@ -141,17 +141,14 @@ def launch(arguments: list[str]) -> None:
     if len(arguments) < 2 or (arguments[0].startswith("-") and arguments[0] != TRAIN_ONLY):
         print(USAGE)
         sys.exit(0 if arguments[:1] in (["-h"], ["--help"]) else 2)
-    config = offline(_run(Path(arguments[1])) if arguments[0] == TRAIN_ONLY else _replay(arguments))
+    given = RunConfig.model_validate_json(Path(arguments[1]).read_text()) if arguments[0] == TRAIN_ONLY else None
+    config = offline(_replay(arguments) if given is None else hub_resolve.local(given, hub_resolve.MODELS))
     written = config.run.root / "logs" / "train-config.json"
     written.parent.mkdir(parents=True, exist_ok=True)
     replace_file(written, config.model_dump_json().encode(), mode=0o600)
     os.environ |= {CONFIG_VARIABLE: str(written)}
     prepare_environment(config)
     become_ranks(config.trainer.ranks("actor"), "services.trainer.batch_replay", "rank")
-
-
-def _run(path: Path) -> RunConfig:
-    return hub_resolve.local(RunConfig.model_validate_json(path.read_text()), hub_resolve.MODELS)
 
 
 def _replay(arguments: list[str]) -> RunConfig:

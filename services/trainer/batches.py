@@ -322,13 +322,7 @@ def baselines_of(partition: Partition, stats: Table) -> list[tuple[int, float]]:
 
 
 def _micro_batch(
-    indices: list[int],
-    shard: Shard,
-    weights: Mapping[int, float],
-    objective: AlgorithmSection,
-    limits: SampleLimits,
-    *,
-    partial: bool,
+    indices: list[int], shard: Shard, weights: Mapping[int, float], objective: AlgorithmSection, limits: SampleLimits, *, partial: bool
 ) -> MicroBatch:
     """``partial``: samples of the batch, of whichever rank, lack the rollout's log-probs: only who knows that may read them."""
     samples = [shard.samples[index] for index in indices]

@@ -20,6 +20,8 @@ from urllib.parse import urlsplit
 
 from shared.config.engine_limits import Capabilities, longest_sequence
 from shared.config.run_config import RunConfig
+from shared.config.sglang_flags import OF_OTHER_WEIGHTS
+from shared.config.speculation import OF_THE_MODEL
 from shared.runtime.addresses import address_towards
 from shared.runtime.errors import INFRASTRUCTURE, ConfigError, MyxoError
 from shared.runtime.safe_files import parse_json
@@ -118,7 +120,7 @@ class ExternalServer:
             yield f"it holds sequences of {found.max_sequence} tokens, and the run's have up to {longest}"
         if rollout.in_flight_on_push == "retract" and found.kept_tokens:
             yield "it keeps prefixes of older weights, and in_flight_on_push = retract needs --disable-radix-cache; or take in_place"
-        yield from self._kept_problems(info) if self._config.kept_top_k else ()
+        yield from self._training_problems(info)
         yield from self._other_flags(info, quantized)
 
     def _size_problems(self, info: Mapping[str, Any]) -> Iterator[str]:
@@ -130,10 +132,16 @@ class ExternalServer:
         if pipeline > 1 and self._config.rollout.in_flight_on_push != "abort":
             yield f"its stages (pp_size = {pipeline}) generate on in any pause but one: in_flight_on_push = abort"
 
-    def _kept_problems(self, info: Mapping[str, Any]) -> Iterator[str]:
+    def _training_problems(self, info: Mapping[str, Any]) -> Iterator[str]:
         most, algorithm, needed = info.get("sampling_mask_max_tokens"), info.get("speculative_algorithm"), self._config.rollout.most_kept
-        if algorithm or int(most or 0) < needed:
+        if self._config.kept_top_k and (algorithm or int(most or 0) < needed):
             yield f"it has sampling_mask_max_tokens = {most}, speculative_algorithm = {algorithm}: support_replay needs {needed} and none"
+        pushes, by_disk = self._config.pushes, self._config.weights.update_weight_transport == "disk"
+        for name in (name for name in OF_OTHER_WEIGHTS if pushes and info.get(name.replace("-", "_"))):
+            yield f"it runs with {name}, which it must not where it gets pushes: {OF_OTHER_WEIGHTS[name]}"
+        own = str(algorithm).upper() in OF_THE_MODEL and info.get("speculative_draft_model_path") in (None, info.get("model_path"))
+        if pushes and by_disk and not own and algorithm not in (None, "NONE"):
+            yield f"with speculative_algorithm = {algorithm} it ends, or loads the policy as its draft, at a version from disk: take nccl"
 
     def _other_flags(self, info: Mapping[str, Any], quantized: bool) -> Iterator[str]:
         routed = {"enable-return-routed-experts": True} if self._config.trainer.use_rollout_routing_replay else {}

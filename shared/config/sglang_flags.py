@@ -53,6 +53,12 @@ RESERVED = {
 ONE_ALONE = {"dp-size": "1, or more with enable-dp-attention; further engines are rollout services of their own (rollout_num_gpus)"}
 """Flags of which only a value of 1 is taken, and why; but for ``dp-size`` where attention is shared over it."""
 
+OF_OTHER_WEIGHTS = {
+    **dict.fromkeys(("enable-lmcache", "enable-flexkv"), "it finds prefixes by their tokens alone, whatever weights have computed them"),
+    "kt-weight-path": "the experts on the CPU stay as that directory has them",
+}
+"""Flags by which an engine computes with what older weights have left, or with weights that no push reaches; and why."""
+
 OF_FIELDS = {
     "tp-size": "set rollout.rollout_num_gpus_per_engine",
     "trust-remote-code": "set model.trust_remote_code",

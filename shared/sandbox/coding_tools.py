@@ -6,6 +6,7 @@ is: it is the model's to mend, and costs its rollout nothing.
 
 import asyncio
 from collections.abc import Callable, Sequence
+from contextlib import AbstractAsyncContextManager
 from typing import Any
 
 from shared.agents.agent_options import arguments_of, shortened
@@ -48,15 +49,12 @@ TOOLS: list[dict[str, Any]] = [
 ]
 
 
-class CodingTools:
+class CodingTools(AbstractAsyncContextManager["CodingTools"]):
     """Answers calls of the tools in one sandbox, which lasts as long as the conversation. ``settings``: of the sandbox. ``cases``: the
     tests that `SOLUTION` has to pass."""
 
     def __init__(self, settings: SandboxSettings, cases: Sequence[Case]) -> None:
         self._sandbox, self._cases = Sandbox(settings), list(cases)
-
-    async def __aenter__(self) -> "CodingTools":
-        return self
 
     async def __aexit__(self, *_: object) -> None:
         await asyncio.to_thread(self._sandbox.close)
@@ -72,7 +70,9 @@ class CodingTools:
 
     def _answer(self, name: str, arguments: str) -> str:
         try:
-            tool: Callable[..., str] = getattr(self, f"_{_checked(name)}")
+            if name not in _TOOLS:
+                raise ValueError(f"there is no tool {name[:80]!r}; use {', '.join(_TOOLS)}")
+            tool: Callable[..., str] = getattr(self, f"_{name}")
             return tool(**_fields(name, arguments))
         except ValueError as error:
             return f"error: {error}"
@@ -112,12 +112,6 @@ class CodingTools:
     def _outcomes(self) -> list[CaseOutcome]:
         found = self._sandbox.read_file(SOLUTION)
         return run_tests(self._sandbox, found.stdout.decode(errors="replace"), self._cases) if found.ok else []
-
-
-def _checked(name: str) -> str:
-    if name not in _TOOLS:
-        raise ValueError(f"there is no tool {name[:80]!r}; use {', '.join(_TOOLS)}")
-    return name
 
 
 def _fields(name: str, arguments: str) -> dict[str, str]:

@@ -143,15 +143,21 @@ def _trainer_waits(load: Workload, config: RunConfig) -> tuple[Bottleneck, list[
             awaited = _names(load.awaited) or "the rollout services"
             remedies = _for_rollout(load, config)
         case "reward":
-            awaited, remedies = "the reward services to score", _for_reward()
+            text = "add reward services or workers (reward.reward_replicas, reward.reward_workers), or shorten the reward's time limit"
+            against = frozenset({AlarmKind.UNREAD, AlarmKind.DEAD, AlarmKind.RESTARTS, AlarmKind.MEMORY})
+            awaited, remedies = "the reward services to score", [_Remedy(text, against)]
         case "its restarts":
             awaited, remedies = "its own restarts", [_Remedy("see why it dies: the Health page has its newest error", frozenset())]
         case "its checkpoints":
             awaited, remedies = "its own checkpoints", _for_saving(config)
         case "pushes of weights":
-            awaited, remedies = "pushes of weights to end", _for_pushes(config)
+            now = config.weights.update_weights_interval
+            text = f"push less often: weights.update_weights_interval (now {now}); tokens become older by it"
+            awaited, remedies = "pushes of weights to end", [_Remedy(text, STALENESS | {AlarmKind.PUSH_GROWS})]
         case _:
-            awaited, remedies = "its batch to be formed and read", _for_reading()
+            text = "look at the store and the buffer: a batch that is complete should begin within a second"
+            against = frozenset({AlarmKind.HELD_BACK, AlarmKind.MEMORY, AlarmKind.AWAY})
+            awaited, remedies = "its batch to be formed and read", [_Remedy(text, against)]
     share = parts[largest]
     rest = f", and {_percent(load.waiting - share)} for others" if load.waiting - share >= LITTLE else ""
     return Bottleneck(f"The trainer waits {_percent(share)} of the time for {awaited}{rest}.", (), "trainer", awaited, share), remedies
@@ -190,27 +196,12 @@ def _raised(bound: int) -> str:
     return f"raise rollout.max_staleness (now {bound}): more groups are then under way, and one slow group holds up no step"
 
 
-def _for_reward() -> list[_Remedy]:
-    text = "add reward services or workers (reward.reward_replicas, reward.reward_workers), or shorten the reward's time limit"
-    return [_Remedy(text, frozenset({AlarmKind.UNREAD, AlarmKind.DEAD, AlarmKind.RESTARTS, AlarmKind.MEMORY}))]
-
-
 def _for_saving(config: RunConfig) -> list[_Remedy]:
     found = [_Remedy(f"save less often: trainer.save_interval (now {config.trainer.save_interval})", frozenset({AlarmKind.RESTARTS}))]
     if not config.trainer.async_save:
         text = "write checkpoints beside the training: trainer.async_save"
         found.insert(0, _Remedy(text, frozenset({AlarmKind.MEMORY, AlarmKind.DISK})))
     return found
-
-
-def _for_pushes(config: RunConfig) -> list[_Remedy]:
-    text = f"push less often: weights.update_weights_interval (now {config.weights.update_weights_interval}); tokens become older by it"
-    return [_Remedy(text, STALENESS | {AlarmKind.PUSH_GROWS})]
-
-
-def _for_reading() -> list[_Remedy]:
-    text = "look at the store and the buffer: a batch that is complete should begin within a second"
-    return [_Remedy(text, frozenset({AlarmKind.HELD_BACK, AlarmKind.MEMORY, AlarmKind.AWAY}))]
 
 
 # --- the trainer is busy

@@ -84,7 +84,7 @@ class GroupQuery(BaseModel):
     def where(self, *, by_kind: bool = True) -> Condition:
         """Returns the condition on a row of ``groups``. by_kind: whether the kind's indexes, which have the orders, help to find it."""
         kind = "evaluation = ?" if by_kind else "+evaluation = ?"  # a plus keeps the database from choosing an index of the column
-        conditions: list[Condition] = [(kind, (self.evaluation,)), *self._equal(), *self._bounds(), *self._flags()]
+        conditions: list[Condition] = [(kind, (self.evaluation,)), *self._bounds(), *self._flags()]
         if self.status:
             conditions.append((f"status IN ({','.join('?' * len(self.status))})", tuple(self.status)))
         if self.group is not None:
@@ -106,15 +106,12 @@ class GroupQuery(BaseModel):
         direction = "DESC" if self.descending else "ASC"
         return f"{self.sort} {direction} NULLS LAST, changed {direction}, name {direction}"
 
-    def _equal(self) -> list[Condition]:
-        given = {"dataset": self.dataset, "step": self.step, "replica": self.replica}
-        return [(f"{column} = ?", (value,)) for column, value in given.items() if value is not None]
-
     def _bounds(self) -> list[Condition]:
+        equal = {"dataset": self.dataset, "step": self.step, "replica": self.replica}
         least = {"reward": self.min_reward, "tokens": self.min_tokens, "at": self.since}
         most = {"reward": self.max_reward, "tokens": self.max_tokens, "at": self.until}
-        bounds = [(column, ">=", value) for column, value in least.items()] + [(column, "<=", value) for column, value in most.items()]
-        return [(f"{column} {sign} ?", (value,)) for column, sign, value in bounds if value is not None]
+        bounds: dict[str, dict[str, Any]] = {"=": equal, ">=": least, "<=": most}
+        return [(f"{name} {sign} ?", (value,)) for sign, given in bounds.items() for name, value in given.items() if value is not None]
 
     def _flags(self) -> list[Condition]:
         given = {"spread > 0": self.teaches, "truncated > 0": self.truncated, "attempt > 0": self.retried, "forks > 0": self.forked}

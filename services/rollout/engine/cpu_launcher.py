@@ -145,11 +145,7 @@ def stand_in_for_sgl_kernel() -> None:
 def stand_in_for_triton() -> None:
     """Installs an inert ``triton`` module, before an installed package is found."""
     attributes: dict[str, dict[str, Any]] = {
-        "triton": {
-            "__version__": "3.0.0",
-            "cdiv": lambda a, b: -(a // -b),
-            "next_power_of_2": lambda n: 1 << max(n - 1, 0).bit_length(),
-        },
+        "triton": {"__version__": "3.0.0", "cdiv": lambda a, b: -(a // -b), "next_power_of_2": lambda n: 1 << max(n - 1, 0).bit_length()},
         "triton.language": {"constexpr": type("constexpr", (InertClass,), {})},
     }
     sys.meta_path.insert(0, InertFinder("triton", attributes))
@@ -466,3 +462,5 @@ def main() -> None:
 
 if __name__ == "__main__":
     main()
+elif "--tokenizer-worker-num" in sys.argv:  # servers beside one another are spawned all the same, and read prompts themselves
+    media_reading.install(sys.argv[sys.argv.index("--model-path") + 1])

@@ -9,8 +9,10 @@ import asyncio
 import base64
 import functools
 import pickle
+import secrets
 import time
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager
 from http import HTTPStatus
 from pathlib import Path
 from typing import Any, Literal, Self
@@ -141,7 +143,7 @@ LOADER_MARGIN = 10.0  # seconds beyond a push's deadline for the schedulers to r
 NO_TENSORS = base64.b64encode(pickle.dumps([])).decode()
 
 
-class EngineClient:
+class EngineClient(AbstractAsyncContextManager["EngineClient"]):
     """A connection to one engine; make it with ``connect``, in the event loop that uses it.
 
     Every method takes ``deadline`` in seconds and may raise ``DeadlineExceeded``, ``EngineError`` (with the engine's own message) and
@@ -166,6 +168,7 @@ class EngineClient:
         self.load: EngineLoad | None = None
         self.accepted = AcceptedDrafts()
         self.late_versions: set[int] = set()
+        self._mark = secrets.token_hex(3)
         self.generating = self.retracting_pauses = self._retractions = self._loads = 0
         self.memory = EngineMemory(transport, lambda: self.generating)
         self.receivers = ReceiverClient(receiver, capabilities.ranks)
@@ -193,9 +196,6 @@ class EngineClient:
         await self.receivers.close()
         await self.transport.close()
 
-    async def __aenter__(self) -> Self:
-        return self
-
     async def __aexit__(self, *_exception: object) -> None:
         await self.close()
 
@@ -204,8 +204,9 @@ class EngineClient:
     @property
     def cache_key(self) -> str:
         """Returns the key under which requests share prefixes now. Each load of weights has its own, also one of the same version: while
-        the load before it failed, requests may have computed with some of its weights."""
-        return f"v{self.version}.{self._loads}"
+        the load before it failed, requests may have computed with some of its weights. No other engine, or run, has the same, with
+        which SGLang can share a store of prefixes."""
+        return f"{self._mark}.v{self.version}.{self._loads}"
 
     async def generate_group(
         self, requests: Sequence[GenerationRequest], sampling: Sampling, *, deadline: float = GENERATE_SECONDS
@@ -394,6 +395,7 @@ class EngineClient:
     async def _call_loader(self, deadline: float) -> None:
         tensors = [NO_TENSORS] * self.capabilities.ranks
         body = {"serialized_named_tensors": tensors, "load_format": RECEIVER_LOADER, "flush_cache": False}
+        body["disable_draft_model"] = True  # the loader itself gives a draft what is its own; some of SGLang's workers of drafts fail here
         await self.transport.post("/update_weights_from_tensor", body, deadline, "its receivers continue to their own deadline")
 
     async def begin_weight_update(self, *, deadline: float = CONTROL_SECONDS) -> None:

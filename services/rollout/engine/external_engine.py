@@ -138,7 +138,7 @@ class ExternalClient(EngineClient):
     def __init__(self, engine: ExternalEngine) -> None:
         assert engine.can is not None  # it is ready
         super().__init__(EngineTransport(engine.server.url, engine.server.key), engine.can, NO_WEIGHTS, Path(os.devnull))
-        self._engine, self._weights, self._mark = engine, engine.config.weights, secrets.token_hex(3)
+        self._engine, self._weights = engine, engine.config.weights
         self._by_disk = self._weights.update_weight_transport == "disk"
         self._group: _Group | None = None
         self._sender = None if self._by_disk else WeightSender()  # of the next version
@@ -153,10 +153,6 @@ class ExternalClient(EngineClient):
                 await asyncio.to_thread(self._sender.stop, 0)
         finally:
             await super().close()
-
-    @property
-    def cache_key(self) -> str:
-        return f"{self._mark}.{super().cache_key}"
 
     async def freeze_gc(self, *, deadline: float = CONTROL_SECONDS) -> None:
         """Does nothing: it is not ours."""

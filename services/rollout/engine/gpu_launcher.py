@@ -50,3 +50,7 @@ if __name__ == "__main__":
     leave_out_own_requests(http_server)
     media_reading.install(model)
     runpy.run_module("sglang.launch_server", run_name="__main__")
+elif "--tokenizer-worker-num" in sys.argv:  # servers that are spawned beside one another read prompts themselves
+    from services.rollout.engine import media_reading
+
+    media_reading.install(model)

@@ -31,6 +31,7 @@ def install(model_path: str, on_cpu: bool) -> None:
         from sglang.srt.layers.quantization.compressed_tensors import schemes
 
         kinds = [schemes.CompressedTensorsWNA16, schemes.CompressedTensorsWNA16MoE]
+        kinds += filter(None, [vars(schemes).get("CompressedTensorsWNA16TritonMoE")])  # not in all releases
     else:
         from sglang.srt.layers.quantization.awq import schemes
 

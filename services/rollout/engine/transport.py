@@ -5,6 +5,7 @@ refused outside; before, there are no such endpoints.
 """
 
 import asyncio
+import re
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from http import HTTPStatus
@@ -194,16 +195,21 @@ def parse_load(page: str) -> EngineLoad | None:
     page = "\n".join(line for line in page.splitlines() if 'priority="' not in line or 'priority=""' in line)
     usages = [float(line.rpartition(" ")[2]) for line in page.splitlines() if line.startswith(USAGE + "{")]
     return EngineLoad(
-        running=int(_sum_of(page, RUNNING, "")),
+        running=int(_sum_of(page, RUNNING, "", "tp_rank|moe_ep_rank")),  # each stage of a pipeline runs others at a time
         queued=int(_sum_of(page, QUEUED, "")),
         kv_usage=max(usages, default=0.0),
         retracted=int(_sum_of(page, RETRACTED, "")),
     )
 
 
-def _sum_of(page: str, name: str, label: str) -> float:
-    lines = (line for line in page.splitlines() if line.startswith(name + "{") and label in line)
-    return sum(float(line.rpartition(" ")[2]) for line in lines)
+def _sum_of(page: str, name: str, label: str, same: str = "tp_rank|moe_ep_rank|pp_rank") -> float:
+    """Returns the sum of a metric's lines; of those that differ by ranks of kind ``same`` alone, which count the same, the largest."""
+    counts: dict[str, float] = {}
+    for line in page.splitlines():
+        if line.startswith(name + "{") and label in line:
+            where, _, count = re.sub(rf'\b({same})="\d+"', "", line).rpartition(" ")
+            counts[where] = max(counts.get(where, 0.0), float(count))
+    return sum(counts.values())
 
 
 async def read_capabilities(transport: EngineTransport, deadline: float) -> Capabilities:

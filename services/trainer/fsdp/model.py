@@ -346,7 +346,8 @@ def _shard(root: Any, layers: list[Any], layout: ParallelLayout, mesh: DeviceMes
     for module in [*apart, *layers, root]:
         materialize(module)
         shared = 1 if module is root else layout.expert if module in apart else layout.tensor
-        own = mesh if shared == 1 else _columns(shared)
+        shape = dist.get_world_size() // shared, shared  # neighbours hold different pieces
+        own = mesh if shared == 1 else init_device_mesh(DEVICE_TYPE, shape, mesh_dim_names=("shards", "pieces"))["shards"]
         # the root's backward pass begins where its forward pass ends; experts get routers' weights in float32, as they do without a mesh
         given = options if module not in apart else options | {"mp_policy": replace(options["mp_policy"], cast_forward_inputs=False)}
         fully_shard(module, mesh=own, reshard_after_forward=reshards and module is not root, **given)
@@ -393,11 +394,6 @@ def _mesh(shard_ranks: int | None) -> DeviceMesh:
     if shard_ranks is None or shard_ranks == world:
         return init_device_mesh(DEVICE_TYPE, (world,))
     return init_device_mesh(DEVICE_TYPE, (world // shard_ranks, shard_ranks), mesh_dim_names=("copies", "shards"))
-
-
-def _columns(shared: int) -> DeviceMesh:
-    """Returns the ranks that hold the same pieces as this one, where ``shared`` neighbours hold different ones."""
-    return init_device_mesh(DEVICE_TYPE, (dist.get_world_size() // shared, shared), mesh_dim_names=("shards", "pieces"))["shards"]
 
 
 @torch.no_grad()

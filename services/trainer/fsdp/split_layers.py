@@ -96,12 +96,8 @@ def split(model: Any, layout: ParallelLayout) -> SplitLayers:
         if strange:
             raise ConfigError(SIZE, tensor.size(), f"1; {type(model).__name__} has parameters beside its layers: {strange[:3]}")
         model.get_input_embeddings().register_forward_hook(lambda _, __, output: share(output, tensor))
-        base.norm.register_forward_pre_hook(partial(_cut_tokens, found, tensor))
+        base.norm.register_forward_pre_hook(lambda _, given: (own_part(given[0][0], tensor)[None], *given[1:]) if found.cuts else None)
     return found
-
-
-def _cut_tokens(found: SplitLayers, group: dist.ProcessGroup, _: Any, given: tuple[Tensor, ...]) -> tuple[Tensor, ...] | None:
-    return (own_part(given[0][0], group)[None], *given[1:]) if found.cuts else None
 
 
 def _entries(model: Any) -> Iterator[tuple[str, Any, str]]:

@@ -30,7 +30,7 @@ from torch.utils.checkpoint import checkpoint
 from services.trainer.megatron import DEVICE_TYPE
 from services.trainer.megatron.packed_sequences import PackedSequences, gather_keys_and_values
 from services.trainer.parallel.runtime import device
-from services.trainer.parallel.varlen_attention import Lengths, by_length, fits, varlen
+from services.trainer.parallel.varlen_attention import by_length, fits, varlen
 from shared.runtime.errors import MyxoError
 
 
@@ -161,9 +161,6 @@ class PackedCausalAttention(MegatronModule):
         else:  # fewer queries than keys: the kernel's causal mask lets the last query see the last key
             most_queries, most_keys = (max(span[side] for span in context.spans) for side in (0, 1))
             lengths = (context.cu_queries, context.cu_keys, most_queries, most_keys)
-        return self._kernel(query, key, value, lengths)
-
-    def _kernel(self, query: Tensor, key: Tensor, value: Tensor, lengths: Lengths) -> Tensor:
         return varlen(query, key, value, lengths, self.scale, self.window, self.softmax_offset)
 
 

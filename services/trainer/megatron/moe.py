@@ -116,7 +116,8 @@ class GroupedExperts(SequentialMLP):
         """
         hidden = permuted_local_hidden_states
         up, down = ([getattr(expert, name) for expert in self._experts] for name in ("linear_fc1", "linear_fc2"))
-        if self.loops or not len(hidden) or not takes_groups(hidden, up[0].weight, down[0].weight, _rank(up[0], down[0])):
+        rank = max(layer.adapter.lora.rank if hasattr(layer, "adapter") else 0 for layer in (up[0], down[0]))
+        if self.loops or not len(hidden) or not takes_groups(hidden, up[0].weight, down[0].weight, rank):
             output: tuple[Tensor, Tensor | None] = self._looped(hidden, tokens_per_expert, permuted_probs)
             return output
         ends = tokens_per_expert.to(hidden.device, non_blocking=True).cumsum(0).int()
@@ -176,10 +177,6 @@ class GroupedExperts(SequentialMLP):
         wide, bias = expert.linear_fc1(rows)
         output, bias_after = expert.linear_fc2(self._gated(wide + bias, weights))
         return output + bias_after * weights.unsqueeze(-1).to(output.dtype)
-
-
-def _rank(*layers: Any) -> int:
-    return max(layer.adapter.lora.rank if hasattr(layer, "adapter") else 0 for layer in layers)
 
 
 def _outputs(rows: Tensor, ends: Tensor, layers: Sequence[Any]) -> Tensor:

@@ -16,6 +16,7 @@ from services.rollout.engine.early_processes import DETOKENIZER, SCHEDULER
 from services.rollout.engine.engine_process import CPU_LAUNCHER, GPU_LAUNCHER, EngineProcess, EngineRendezvous, engine_command, engine_site
 from services.rollout.engine.private_endpoints import SECRET_VARIABLE
 from shared.config.engine_limits import CPU_MIN_TOKENS
+from shared.data.media import WATCHING
 from shared.process.embedded_servers import free_port
 from shared.runtime.errors import ConfigError
 from tests.integration.engine.conftest import START_SECONDS, Checkpoints
@@ -301,6 +302,45 @@ def test_stand_ins_and_adapters() -> None:
     assert helpers == "4 8 True"
     assert missing.startswith("sgl_kernel.silu_and_mul_cpu: PyPI has no CPU build") and cuda == "CUDA names stay missing"
     assert segments == "40 41"
+
+
+PACKED = """
+import types
+from services.rollout.engine import quantized_layers
+quantized_layers.entry_format = lambda _: types.SimpleNamespace(bits=4, endings=("weight_packed", "weight_scale"))
+quantized_layers.install("", on_cpu=False)
+import torch
+from sglang.srt.layers.quantization.compressed_tensors import schemes
+
+layer, method = torch.nn.Module(), object.__new__(schemes.CompressedTensorsWNA16TritonMoE)
+for name in ("w13_weight", "w2_weight"):
+    for ending, kind in (("packed", torch.int32), ("scale", torch.float32)):
+        layer.register_parameter(f"{name}_{ending}", torch.nn.Parameter(torch.zeros(2, 4, 6, dtype=kind), requires_grad=False))
+        getattr(layer, f"{name}_{ending}").weight_loader = print
+method.process_weights_after_loading(layer)
+copy = vars(layer)["_working_copy"]
+for step in range(2):
+    layer.w2_weight_scale.data += 1
+    quantized_layers.refresh()
+print(*layer.w2_weight_packed.shape, *copy.w2_weight_packed.shape, *copy.w2_weight_scale.unique().tolist())
+print(all(hasattr(parameter, "weight_loader") for parameter in layer.parameters()))
+"""
+
+
+def test_packed_experts_of_tritons_kernels_stay_as_they_are_pushed() -> None:
+    assert child(PACKED).splitlines() == ["2 4 6 2 6 16 2.0", "True"]
+
+
+READS = """
+from sglang.srt.multimodal.processors import base_processor
+print(base_processor.load_video.__module__)
+"""
+
+
+def test_servers_beside_one_another_read_videos_as_one_does(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(f'{{"model_type": "{next(iter(WATCHING))}"}}')
+    given = ["launcher", "--model-path", str(tmp_path), "--tokenizer-worker-num", "2"]
+    assert child(READS, before=f"import sys\nsys.argv = {given}\n").startswith("services.rollout")
 
 
 STAND_INS = """

@@ -15,12 +15,12 @@ from services.rollout.engine.engine_client import EngineClient
 from services.rollout.engine.engine_process import EngineProcess
 from services.rollout.engine.generation import Generation, GenerationRequest
 from services.rollout.engine.transport import InvalidRequest
-from shared.config.speculation import OF_KIND
+from shared.config.speculation import DRAFT, OF_KIND
 from shared.schema.messages import Sampling
-from tests.integration.engine.conftest import running_engine
+from tests.integration.engine.conftest import Checkpoints, running_engine
 from tests.support import two_samples
 from tests.support.drafting_model import DraftingShape, of_policy, signs, write_drafting_model
-from tests.support.tiny_model import PRINTABLE, character_tokenizer
+from tests.support.tiny_model import PRINTABLE, TinyModelShape, character_tokenizer, write_tiny_model
 from tests.support.weights_group import Pusher
 from tests.unit.trainer.megatron.tiny import VOCAB, make_checkpoint
 
@@ -134,6 +134,28 @@ async def test_a_draft_is_pushed_with_its_policy(drafting: EngineProcess, model:
                 client
             )  # the same model under other ids: a draft that is not pushed has its embedding and its head
     assert min(known, learned, again, shared) > 1.4 * max(stale, behind), (known, stale, learned, behind, again, shared)
+
+
+@pytest.mark.extra
+@pytest.mark.parametrize("kind", ["ngram", "draft"])
+def test_versions_from_disk_leave_another_draft_as_it_is(kind: str, checkpoint: Checkpoints, tmp_path: Path) -> None:
+    """One of another shape, and none at all; SGLang would load the policy into it, and end."""
+    write_tiny_model(tmp_path / "draft", seed=3, shape=TinyModelShape(hidden_size=32, num_layers=1, max_positions=2048))
+    flags = dict(OF_KIND[kind]) | ({DRAFT: str(tmp_path / "draft")} if kind == "draft" else {})
+    prompt, sampling = np.array([5, 6, 7] * 4, np.int32), Sampling(temperature=0, max_new_tokens=24)
+
+    async def loaded(engine: EngineProcess) -> None:
+        async with await EngineClient.connect(engine.receiver) as client:
+            await client.open_receivers()
+            for version in (1, 2):
+                await client.update_weights_from_disk(str(checkpoint(version).path), version)
+                (one,) = await client.generate_group([GenerationRequest(prompt, 24, ignore_eos=True)], sampling)
+                with torch.no_grad():
+                    logits = checkpoint(version).model(torch.tensor([[*prompt, *one.tokens]])).logits[0, len(prompt) - 1 : -1]
+                assert one.tokens.tolist() == logits.argmax(-1).tolist() and one.spans[0].version == version and one.verifications
+
+    with running_engine(checkpoint(0).path, tmp_path, flags) as engine:
+        asyncio.run(loaded(engine))
 
 
 @pytest.mark.extra(each=True)

@@ -52,6 +52,8 @@ def checked(directory: Path, flags: dict[str, Any], **sections: dict[str, Any]) 
         ({"dtype": "half"}, "note: rollout.sglang.dtype = half: engines compute with fewer bits"),
         ({"enable-dp-attention": True, "dp-size": 3}, "dp-size = 3: a divisor of rollout_num_gpus_per_engine = 1"),
         ({"enable-lora": True}, "note: rollout.sglang.enable-lora changes nothing"),
+        ({"enable_lmcache": True}, "rollout.sglang.enable_lmcache = True: none in engines that get pushes: its store finds prefixes by"),
+        ({"kt-weight-path": "/experts"}, "kt-weight-path = '/experts': none in engines that get pushes: the experts on the CPU stay"),
     ],
 )
 def test_what_the_model_lacks_for_an_engines_flag_is_named(tmp_path: Path, model: Path, flags: dict[str, Any], words: str) -> None:
@@ -65,7 +67,7 @@ def test_what_the_model_lacks_for_an_engines_flag_is_named(tmp_path: Path, model
         {},
         {"speculative-algorithm": "NGRAM"},
         {"quantization": "unquant", "kv-cache-dtype": "auto", "dtype": "bfloat16"},
-        {"quantization": None},
+        {"quantization": None, "enable-lmcache": False, "enable-hierarchical-cache": True, "hicache-storage-backend": "file"},
         {"speculative-algorithm": "none"},
     ],
 )

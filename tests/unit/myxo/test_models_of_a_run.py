@@ -254,6 +254,7 @@ def apart(
     return {"engine_groups": groups, **given}
 
 
+LMCACHE = {"enable-lmcache": True}
 BACKEND_OF_JUDGE = f"rollout.models.judge.groups.0.sglang.{TRANSFER}"
 
 
@@ -271,6 +272,12 @@ BACKEND_OF_JUDGE = f"rollout.models.judge.groups.0.sglang.{TRANSFER}"
         ({"models": {"judge": {"hf_checkpoint": "/nowhere"}}}, {}, "rollout.models.judge.hf_checkpoint", "no such directory"),
         ({"models": {"judge": {"num_gpus_per_engine": 3}}}, {}, "rollout.models.judge.num_gpus_per_engine", "attention heads"),
         ({"models": {"judge": {"sglang": {"tp-size": 2}}}}, {}, "rollout.models.judge.sglang.tp-size", "the rollout service sets this one"),
+        (
+            {"engine_groups": [{"replicas": 1, "sglang": LMCACHE}]},
+            {},
+            "rollout.engine_groups.0.sglang.enable-lmcache",
+            "none in engines that get pushes",
+        ),
         (
             {"models": {"judge": {"num_gpus_per_engine": 16}}, "gpus_per_node": 8},
             {},
@@ -290,6 +297,11 @@ def test_what_an_engine_cannot_serve_is_refused_under_its_own_field(
 ) -> None:
     found = [one for one in check_models(Inspection(several(tmp_path, rollout, **trainer))) if not isinstance(one, Note)]
     assert any(isinstance(one, ConfigError) and one.field == field and said in one.expected for one in found), list(map(str, found))
+
+
+def test_a_frozen_models_engines_may_keep_what_they_have_computed(tmp_path: Path) -> None:
+    rollout = {"models": {"judge": {**MODELS["models"]["judge"], "sglang": LMCACHE}}}
+    assert not [one for one in map(str, check_models(Inspection(several(tmp_path, rollout)))) if "lmcache" in one and "install" not in one]
 
 
 def test_the_number_of_prefill_servers_divides_the_engines(tmp_path: Path) -> None:

@@ -1,5 +1,6 @@
 """An engine as a process: its flags, its health and its traces, the prefixes that it keeps, and why it ended."""
 
+import contextlib
 import os
 import signal
 import tempfile
@@ -15,9 +16,10 @@ from services.rollout.client_adapters import adapter_flags
 from services.rollout.engine import engine_client
 from services.rollout.engine.engine_process import EngineCommand, EngineProcess, engine_end
 from services.rollout.engine.generation import Generation, Span, without_older_prefix
-from services.rollout.replica_command import FLAG, RUNNER, captured_requests, graph_flags, keeps_prefixes, parameter_flags, routing_flags
+from services.rollout.replica_command import FLAG, RUNNER, captured_requests, expert_flags, graph_flags, keeps_prefixes, parameter_flags
 from services.rollout.request_slots import EngineLoad, SlotLimit
 from services.rollout.rollout_service import profile_engine
+from shared.config import devices
 from shared.process.child_process import descendants
 from shared.runtime.errors import ConfigError, MyxoError
 from tests.support.run_config import run_config
@@ -65,13 +67,41 @@ def test_a_record_of_experts_needs_kernels_that_leave_one(tmp_path: Path) -> Non
 
     def flags(model: str, device: str, **sglang: str) -> dict[str, Any]:
         sections: dict[str, Any] = {"model": {"hf_checkpoint": str(tmp_path / model)}, "rollout": {"sglang": sglang}}
-        return routing_flags(run_config(tmp_path, **sections, trainer={"use_rollout_routing_replay": True}), device)
+        return expert_flags(run_config(tmp_path, **sections, trainer={"use_rollout_routing_replay": True}), device)
 
     assert flags("oss", "cuda") == flags("oss", "cuda", moe_runner_backend="triton") == {**plain, RUNNER: "triton"}
     assert flags("oss", "cpu") == flags("qwen", "cuda") == plain
     with pytest.raises(ConfigError, match="moe-runner-backend = 'triton_kernel': triton with use_rollout_routing_replay"):
         flags("oss", "cuda", moe_runner_backend="triton_kernel")
-    assert routing_flags(run_config(tmp_path), "cuda") == {"enable-return-routed-experts": False}
+    unkept = run_config(tmp_path, model={"hf_checkpoint": str(tmp_path / "oss")})
+    assert expert_flags(unkept, "cuda") == {"enable-return-routed-experts": False}
+
+
+@table(
+    ("capability", "given", "transport", "flag"),
+    [
+        (9.0, None, "nccl", None),
+        (9.0, "auto", "nccl", None),
+        (10.0, None, "nccl", "triton"),
+        (10.0, None, "disk", "triton"),
+        (10.0, "triton", "nccl", None),
+        (10.0, "flashinfer_trtllm_routed", "disk", None),
+        (9.0, "flashinfer_trtllm_routed", "nccl", ConfigError),
+        (9.0, "flashinfer_trtllm", "disk", ConfigError),
+        (10.0, "auto", "nccl", ConfigError),
+    ],
+)
+def test_experts_lie_as_they_are_pushed(
+    capability: float, given: str | None, transport: str, flag: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """SGLang would rearrange those that it loads itself, and not those that are pushed: these would not fit, or lie in the wrong places."""
+    monkeypatch.setattr(devices, "gpu_capabilities", lambda: [capability])
+    make_checkpoint("qwen3_moe", tmp_path)
+    sections: dict[str, Any] = {"model": {"hf_checkpoint": str(tmp_path)}, "weights": {"update_weight_transport": transport}}
+    config = run_config(tmp_path, rollout={"sglang": {RUNNER: given} if given else {}}, **sections)
+    with pytest.raises(ConfigError, match="triton with pushes") if flag is ConfigError else contextlib.nullcontext():
+        assert expert_flags(config, "cuda").get(RUNNER) == flag
+    assert RUNNER not in expert_flags(config.with_fields(debug={"debug_rollout_only": True}), "cuda"), "nobody loads others"
 
 
 def test_engines_compute_adapters_of_what_trains(tmp_path: Path) -> None:

@@ -148,7 +148,10 @@ async def test_both_engines_get_a_request_with_one_room(pair: Pair) -> None:
     found = await pair.generation()
     assert (found.tokens.tolist(), found.spans[0].version) == ([9] * 4, VERSION)
     [[prefill], [decode]] = pair.asked["prefill0"], pair.asked["decode"]
-    assert prefill.pop("extra_key") == "v3.7" and not prefill.pop("stream"), "prefixes are those of the engine's own load"
+    own, others = pair.prefill[0][0].cache_key, pair.decode.cache_key
+    assert prefill.pop("extra_key") == own and own.endswith(".v3.7") and not prefill.pop("stream"), "prefixes are those of its own load"
+    pair.decode._loads = 7
+    assert own not in (others, pair.decode.cache_key), "a store that outlives engines would hand these what others have computed"
     assert prefill == {name: value for name, value in decode.items() if name != "extra_key"}
     assert (decode["bootstrap_host"], decode["bootstrap_port"]) == ("127.0.0.1", 8998)
 

@@ -2,13 +2,14 @@
 
 import threading
 import time
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
 from services.rollout.engine.murmur_hash import murmur_hash32
 from services.rollout.engine.receiver.command_session import CLOSED_SECONDS, SchedulerGate
-from services.rollout.engine.receiver.loader import calling_scheduler, find_ends_of_aborted, report_token_versions
+from services.rollout.engine.receiver.loader import calling_scheduler, find_ends_of_aborted, leave_draft, report_token_versions
 from shared.schema.versions import TOKEN_VERSIONS
 from tests.support.tables import table
 
@@ -60,6 +61,15 @@ def test_the_scheduler_that_calls_the_loader_is_found() -> None:
     scheduler = Scheduler()
     assert scheduler.loads() is scheduler
     assert calling_scheduler() is None
+
+
+@pytest.mark.parametrize("own", [True, False])
+def test_a_draft_that_is_not_the_checkpoints_own_is_not_loaded_from_disk(own: bool) -> None:
+    asked = list[object]()
+    worker = SimpleNamespace(update_weights_from_disk=lambda request: (not asked.append(request), "loaded"))
+    for scheduler in (SimpleNamespace(draft_worker=worker), SimpleNamespace(draft_worker=None), None):
+        leave_draft(scheduler, own)
+    assert worker.update_weights_from_disk("version 1")[0] and asked == ["version 1"] * own
 
 
 # --- the end of a request that is aborted in the very step that ends it, and the versions of its tokens; the class is SGLang's in its

@@ -305,7 +305,9 @@ PAGE = """
 # HELP sglang:num_running_reqs The number of running requests.
 sglang:num_running_reqs{engine_type="unified",model_name="m",tp_rank="0"} 31.0
 sglang:num_running_reqs{engine_type="unified",model_name="m",tp_rank="0",priority="1"} 30.0
+sglang:num_running_reqs{engine_type="unified",model_name="m",tp_rank="1"} 31.0
 sglang:num_queue_reqs{engine_type="unified",model_name="m",tp_rank="0"} 4.0
+sglang:num_queue_reqs{engine_type="unified",model_name="m",tp_rank="1"} 4.0
 sglang:token_usage{engine_type="unified",model_name="m",tp_rank="0"} 0.25
 sglang:token_usage{engine_type="unified",model_name="m",tp_rank="0",dp_rank="1"} 0.5
 sglang:num_retracted_requests_total{engine_type="unified",model_name="m",tp_rank="0"} 2.0

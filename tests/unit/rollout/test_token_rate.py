@@ -53,8 +53,11 @@ PAGE = """\
 # HELP sglang:realtime_tokens_total Total number of tokens processed
 sglang:realtime_tokens_total{dp_rank="0",mode="prefill_compute"} 960.0
 sglang:realtime_tokens_total{dp_rank="0",mode="decode"} 1.9136e+04
-sglang:realtime_tokens_total{dp_rank="1",mode="decode"} 4.0
-sglang:queue_time_seconds_count{dp_rank="0"} 64.0
+sglang:realtime_tokens_total{dp_rank="1",mode="decode",num_prefill_ranks="0",tp_rank="2"} 3.0
+sglang:realtime_tokens_total{dp_rank="1",mode="decode",num_prefill_ranks="1",tp_rank="2"} 1.0
+sglang:realtime_tokens_total{dp_rank="1",mode="decode",num_prefill_ranks="1",tp_rank="3"} 1.0
+sglang:queue_time_seconds_count{dp_rank="0",pp_rank="0",tp_rank="0"} 64.0
+sglang:queue_time_seconds_count{dp_rank="0",pp_rank="1",tp_rank="0"} 64.0
 sglang:queue_time_seconds_sum{dp_rank="0"} 0.5
 """
 

@@ -101,6 +101,8 @@ REFUSED: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
     ("kv_cache_dtype = fp8_e5m2", {"/server_info": INFO | {"kv_cache_dtype": "fp8_e5m2"}}, {}),
     ("keeps prefixes", {}, {"in_flight_on_push": "retract"}),
     ("max_tokens = None, spec.* needs 4096 and none", {}, {"rollout_top_p": 0.9}),  # SGLang before 0.5.20
+    ("enable-lmcache, which it must not", {"/server_info": INFO | {"enable_lmcache": True}}, {}),
+    ("= NGRAM it ends", {"/server_info": INFO | {"speculative_algorithm": "NGRAM"}}, {}),
     ("= EAGLE: support_replay", {"/server_info": KEEPING | {"speculative_algorithm": "EAGLE"}}, {"rollout_top_k": 9}),
 ]
 
@@ -121,6 +123,12 @@ def test_what_the_run_has_too_is_taken(url: str, tmp_path: Path) -> None:
     ExternalServer(config_of(tmp_path, url, sglang=named, in_flight_on_push="retract"), url).describe()
     answers.update({"/server_info": KEEPING})
     ExternalServer(config_of(tmp_path, url, rollout_top_p=0.9), url).describe()
+    drafting = {"speculative_algorithm": "EAGLE", "speculative_draft_model_path": "/there", "model_path": "/there"}
+    answers.update({"/server_info": INFO | drafting})
+    ExternalServer(config_of(tmp_path, url, sglang={"speculative_algorithm": "EAGLE"}), url).describe()
+    answers.update({"/server_info": INFO | {"speculative_algorithm": "NGRAM", "enable_lmcache": True}})
+    loaded_by_nobody = config_of(tmp_path, url, sglang={"speculative_algorithm": "NGRAM"}).with_fields(debug={"debug_rollout_only": True})
+    ExternalServer(loaded_by_nobody, url).describe()
 
 
 def test_no_answer_is_awaited_or_followed_for_ever(url: str, tmp_path: Path) -> None:

@@ -224,6 +224,13 @@ def draft_of(scheduler: Any) -> tuple[Any, bool]:
     return model, path is not None and str(path) == _model_path()
 
 
+def leave_draft(scheduler: Any, own: bool) -> None:
+    """Has a load from disk leave a draft as it is that is not of the same checkpoint (``own``). SGLang would give it the policy's weights,
+    and end where they do not fit, or where there is no model that drafts."""
+    if (worker := getattr(scheduler, "draft_worker", None)) is not None and not own:
+        worker.update_weights_from_disk = lambda _: (True, "the draft stays as it is")
+
+
 _session: CommandSession | None = None
 _draft: Any = None
 
@@ -237,6 +244,7 @@ def load(model: Any, tensors: Iterable[object]) -> None:
         if _session is None:
             scheduler, gate = calling_scheduler(), SchedulerGate()
             _draft, own = draft_of(scheduler)
+            leave_draft(scheduler, own)
             if model is _draft:
                 return
             tasks.arm()  # an engine without a receiver would serve old weights for ever
@@ -244,9 +252,8 @@ def load(model: Any, tensors: Iterable[object]) -> None:
             loaded = WithDraft(model, _draft) if own else model
             streams, refresh = computing_streams(scheduler), quantized_layers.refresh
             receiver = Receiver(loaded, _rank(), device, _model_path(), streams, gate.closed, forget_pictures, refresh)
-            norm_as_trained(model)
-            hear_as_trained(model)
-            watch_as_trained(model)
+            for as_trained in (norm_as_trained, hear_as_trained, watch_as_trained):
+                as_trained(model)
             load_stages_together(scheduler)
             gate.install(scheduler)
             if not find_ends_of_aborted(_request_class()):

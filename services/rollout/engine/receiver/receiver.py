@@ -430,7 +430,9 @@ class Receiver:
             if reception.touched:
                 self.adopt(-1, {})
             self.leave()
-            self._settle()
+            end = time.monotonic() + 5.0  # seconds for what the GPU still loads
+            while self._stream is not None and not self._stream.query() and time.monotonic() < end:
+                time.sleep(0.001)
             raise self._failure(error, reception.push, reception.version, reception.touched) from error
 
     def receive(
@@ -486,11 +488,6 @@ class Receiver:
                 self._stream.wait_stream(stream)
         with torch.cuda.stream(self._stream):
             yield
-
-    def _settle(self, seconds: float = 5.0) -> None:
-        end = time.monotonic() + seconds
-        while self._stream is not None and not self._stream.query() and time.monotonic() < end:
-            time.sleep(0.001)
 
 
 class _JoinedChannels:
