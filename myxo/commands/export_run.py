@@ -1,6 +1,7 @@
 """``myxo export``: writes a checkpoint of a run in Hugging Face's format. ``myxo up --from``: begins a run with one."""
 
 import argparse
+import os
 import shutil
 import subprocess
 from pathlib import Path
@@ -21,6 +22,7 @@ from shared.config.service_sections import RunSection
 from shared.hub import hub_resolve
 from shared.runtime import exit_codes
 from shared.runtime.errors import ConfigError, MyxoError, raise_problems
+from shared.runtime.safe_text import say
 
 CONVERT_SECONDS = 4 * 3600.0
 FROM = ".from"  # file there that names the run and step that they are of
@@ -124,6 +126,9 @@ def config_of(name: str, directory: Path, given: CommandLine) -> RunConfig:
     raise_problems([flags.named(problem, given.typed, alone=False) for problem in (*given.problems, *reading.problems)])
     config = reading.config
     assert config is not None  # or there was a problem
+    for note in (*given.notes, *reading.notes):
+        say(f"myxo: {note}")
+    os.environ.update(given.environment)
     if path is not None and (known := runs.frozen(config.run.root)) is not None:  # by its steps versions are numbered
         config = config.with_fields(rollout={"num_rollout": known.rollout.num_rollout})
     return hub_resolve.local(config, hub_resolve.MODELS) if hub_resolve.pins(config) else config

@@ -56,7 +56,7 @@ def move(run: str, directory: Path, target: Path, console: Console, *, keep: boo
         if config is not None:
             if config.trainer.save is not None and config.trained.resolve() == source:  # the checkpoints come along
                 saved, words = {"save": target.absolute()}, f"{words} --save {target.absolute()}"
-            RunDirectory(goal).freeze(config.with_fields(run={"dir": target.absolute()}, trainer=saved))
+            runs.freeze(goal, config.with_fields(run={"dir": target.absolute()}, trainer=saved))
         if not keep:
             files.clear()
             (source / "lock").unlink()

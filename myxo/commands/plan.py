@@ -18,7 +18,7 @@ from myxo.preflight import Source, run_plan
 from myxo.preflight.run_plan import RunPlan
 from shared.config import devices
 from shared.config.config_layers import Layers, over
-from shared.config.config_reading import load
+from shared.config.config_reading import read
 from shared.config.run_config import RunConfig
 from shared.hub import hub_client, hub_names
 from shared.hub.hub_client import Hub, HubError
@@ -55,8 +55,7 @@ def planned(source: Source, gpu_bytes: int) -> PlannedConfig:
     Raises ConfigError, or Problems of several: a wrong value, no shape of the model, a layout that does not divide it.
     """
     raise_problems(source.given.problems)
-    config, given = _read(source)
-    notes: list[str] = []
+    config, given, notes = _read(source)
     architecture = with_drafts(_shape(config, given, notes), config.trainer)
     trainer = config.trainer
     layout = ParallelLayout.of(trainer)
@@ -81,7 +80,8 @@ def planned(source: Source, gpu_bytes: int) -> PlannedConfig:
     return PlannedConfig(plan, [*notes, *filter(None, [engines, tokens])])
 
 
-def _read(source: Source) -> tuple[RunConfig, dict[str, Any]]:
+def _read(source: Source) -> tuple[RunConfig, dict[str, Any], list[str]]:
+    """Returns the config with what a plan does not need, what of it was given, and the notes about that."""
     layers = Layers()
     if source.path is not None:
         layers.read(source.path)
@@ -90,7 +90,10 @@ def _read(source: Source) -> tuple[RunConfig, dict[str, Any]]:
     drawn = given.get("data", {}).get("data_source") or given.get("curriculum", {}).get("reasoning_gym")
     known = {*(name for fields in given.values() for name in fields), *(["prompt_data"] if drawn else [])}
     lacking = {section: {name: value for name, value in fields.items() if name not in known} for section, fields in STANDINS.items()}
-    return load(source.path, over(lacking, source.given.overrides)), given
+    reading = read(source.path, over(lacking, source.given.overrides))
+    raise_problems(reading.problems)
+    assert reading.config is not None  # or there was a problem
+    return reading.config, given, [*source.given.notes, *reading.notes]
 
 
 def _shape(config: RunConfig, given: dict[str, Any], notes: list[str]) -> Architecture:

@@ -112,13 +112,6 @@ def repair_plan(ledger: LedgerExtent, complete: Iterable[int]) -> RepairPlan:
     return RepairPlan(known[-1], ledger.cut, ahead)
 
 
-async def ledger_extent(bus: Bus, run: str) -> LedgerExtent:
-    """Returns how far the run's ledger is good. Raises DeadlineExceeded."""
-    stream = Subjects(run).ledger_stream
-    last = await streams.last_sequence(bus, stream)
-    return extent([found async for found in streams.read(bus, stream, LedgerRecord, strict=False)], last)
-
-
 async def carry_out(access: Access, plan: RepairPlan) -> list[Path]:
     """Withdraws what is left of the steps that are gone, puts their checkpoints and final exports aside, cuts the ledger, and writes down
     in it that this was done. Returns where what was put aside lies now.
@@ -169,7 +162,9 @@ async def repair(run: str, directory: Path, console: Console, agreed: bool, as_j
     """
     async with reach(run, directory) as access:
         await refuse_work(access)
-        ledger, held = await ledger_extent(access.bus, access.run), checkpoints(access.config)
+        stream, held = Subjects(access.run).ledger_stream, checkpoints(access.config)
+        last = await streams.last_sequence(access.bus, stream)
+        ledger = extent([found async for found in streams.read(access.bus, stream, LedgerRecord, strict=False)], last)
         plan = repair_plan(ledger, held)
         try:
             moved = await carry_out(access, plan) if agreed and plan.needed and not plan.problem else []

@@ -16,7 +16,7 @@ from myxo.preflight import Source, checked_config
 from myxo.run.run_access import given_servers
 from myxo.run.run_directory import RunDirectory
 from shared.bus.connection import Bus
-from shared.config.config_layers import over
+from shared.config.config_layers import Layers, over
 from shared.view.live_services import newest_gauges
 
 _SERVE = """Serve a model to clients of the Tinker SDK: they train adapters of it (or, without lora_rank, all of it) and sample from what
@@ -74,6 +74,10 @@ def declare(command: argparse.ArgumentParser) -> None:
 
 def _run(parsed: argparse.Namespace, console: Console) -> int:
     source = Source.of(parsed.config, parsed.flags)
+    file = Layers()
+    file.read(parsed.config)
+    lost = [field for field in (f"rollout.{name}" for name in DEFAULTS["rollout"]) if field in file.origins]
+    source.given.notes += [f"{field} changes nothing: clients say what is trained and sampled" for field in lost]
     source.given.overrides = over(DEFAULTS, source.given.overrides)
     config, given = checked_config(source, starts=True, fresh=parsed.fresh), given_servers()
     directory, again = RunDirectory(config.run.root), continuing(config, source, "serve")

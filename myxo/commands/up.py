@@ -101,7 +101,7 @@ def train_on_dumps(config: RunConfig, directory: RunDirectory, console: Console,
             record = ValuesChanged(step=max(checkpoints(config), default=0), changed=tuple(changed), at=time.time())
             structlog.get_logger().info("values_changed", step=record.step, changed=record.changed)  # there is no ledger
             console.print(f"Run {config.run.name} {record.words()}.", soft_wrap=True)
-        path = directory.freeze(config)
+        path = runs.freeze(directory.root, config)
         command = [sys.executable, "-m", REPLAY_MODULE, "--train-only", str(path)]
         process = subprocess.Popen(with_parent(command), start_new_session=True)
         got: list[int] = []
@@ -345,9 +345,6 @@ def submit(path: Path, arguments: list[str], console: Console) -> int:
         raise ConfigError("REDIS_URL", None, "required in the environment: redis://[user:password@]host:port, or REDIS_URL_FILE")
     asyncio.run(check_servers(given, run))
     on_bus(given.nats_url, run, lambda bus: make_run(bus, config, redis_url, asked))
-    if os.path.isdir(config.run.root):  # else its services make it, whose user may be another one
-        with contextlib.suppress(OSError):
-            RunDirectory(config.run.root).freeze(config)
     own = "its own NATS_URL and REDIS_URL (or the files of NATS_URL_FILE and REDIS_URL_FILE)"
     what = own if addresses.has_credentials(redis_url) else "NATS_URL"
     lent = [f"MYXO_INSTANCE={instance} python -m services.rollout (lend_gpus)" for instance in devices.lent_instances(config)]

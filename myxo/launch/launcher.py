@@ -9,7 +9,6 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-import redis.asyncio
 import structlog
 from nats.js.errors import NotFoundError
 from redis.exceptions import RedisError
@@ -37,13 +36,11 @@ from shared.runtime.safe_text import duration, say
 from shared.runtime.tasks import cancelled
 from shared.schema.service_messages import ServiceEvent, ServiceStatus
 from shared.service.service_base import HEARTBEATS
-from shared.store.payload_store import Store, options
+from shared.store.payload_store import Store
 from shared.view.alarms import Alarm
 from shared.view.live_services import SILENCE_SHARE, InstanceStatus, newest_gauges
 from shared.view.run_view import WAITED, WENT_ON, RunView, full_disk, run_view
 from shared.view.stall import NATS, STORE, TROUBLES, Away, Cause, PendingWork, RunSituation, Stall, StallWatch, as_doing, watched_stall
-
-SCAN = 1000  # number of keys that one SCAN asks for
 
 
 async def erase_from_bus(bus: Bus, run: str) -> None:
@@ -66,13 +63,11 @@ async def erase_from_bus(bus: Bus, run: str) -> None:
 
 async def erase_from_store(url: str, run: str) -> None:
     """Deletes all that the run has there: payloads, its trainers' exchange, clients' commands, producers' ids of groups, sessions."""
-    names, client = Subjects(run), redis.asyncio.Redis.from_url(url, **options(url))
-    try:
+    names = Subjects(run)
+    async with contextlib.aclosing(Store(url, run)) as store:
         for pattern in (names.payload_keys, names.exchange_keys, names.command_keys, names.ingest_keys, names.session_keys):
-            async for key in client.scan_iter(match=pattern, count=SCAN):
-                await client.unlink(key)
-    finally:
-        await client.aclose()
+            async for key in store.keys(pattern):
+                await store.free([key])
 
 
 TOLD_AFTER_S = 15.0  # Seconds after which a wait is logged that is no trouble by itself
@@ -103,18 +98,15 @@ class WaitReport:
             what = WENT_ON if wait.cause in TROUBLES - {Cause.DOWN} else WAITED  # what was down stands among the restarts
             self.events.append(ServiceEvent(service=LAUNCHER, instance=LAUNCHER, what=what, detail=words, at=now))
             self._logged = None
-        if self._logged is None and self._worth_telling(found, now):
+        # one that lasts, or the first late one of several without a step between them
+        limit = {Cause.TRAINING: LONG_STEP_S, Cause.CLIENTS: float("inf")}.get(found.cause, TOLD_AFTER_S)
+        still = found.still(now) if found.still_since > self._told_still else 0.0
+        if self._logged is None and (found.cause in TROUBLES or max(found.lasted(now), still) >= limit):
             self._logged, self._told_still = found, found.still_since
             level = self._log.warning if found.cause in TROUBLES else self._log.info
             level("run_waits", waiting_for=found.words(now), cause=found.cause.value)
         self.newest = found
         return found
-
-    def _worth_telling(self, found: Stall, now: float) -> bool:
-        """Returns whether a wait is reported: one that lasts, or the first late one of several without a step between them."""
-        limit = {Cause.TRAINING: LONG_STEP_S, Cause.CLIENTS: float("inf")}.get(found.cause, TOLD_AFTER_S)
-        still = found.still(now) if found.still_since > self._told_still else 0.0
-        return found.cause in TROUBLES or max(found.lasted(now), still) >= limit
 
     def status(self) -> ServiceStatus:
         """Returns what the registry holds of the launcher."""
@@ -306,8 +298,10 @@ class Launch:
                 return await self._report(bus)
             self._say(lacking)
             specs = self._final.makers(specs)
-        await self._create(bus)
-        self._directory.freeze(config)
+        if (changed := await make_run(bus, config, self._servers.redis_url)) is not None:
+            self._log.info("values_changed", step=changed.step, changed=changed.changed)
+            self._say(f"Run {run} {changed.words()}.")
+        runs.freeze(self._directory.root, config)
         url = self._servers.start_console(config.console, run) if config.console.console else ""
         if url:
             self._say(f"Console: {url}")
@@ -315,11 +309,6 @@ class Launch:
         self._began = await runs.trained_steps(bus, run)
         self._supervised = True
         return await self._supervise(bus, specs)
-
-    async def _create(self, bus: Bus) -> None:
-        if (changed := await make_run(bus, self._config, self._servers.redis_url)) is not None:
-            self._log.info("values_changed", step=changed.step, changed=changed.changed)
-            self._say(f"Run {self._run} {changed.words()}.")
 
     # --- while it runs
 
@@ -381,9 +370,10 @@ class Launch:
         if self._disk.look(now, self._servers.full()):
             self._servers.write_again(f"no space was left on the device at {self._directory.root}")
         self._servers.tick(now)
-        held_back = any(status.held_back for status in self._statuses if status.service != "buffer")  # which ends nobody
-        self._full = now if self._disk.text or held_back else self._full
-        self._away = self._away if bus.connection.is_connected else now
+        if self._disk.text or any(status.held_back for status in self._statuses if status.service != "buffer"):  # which ends nobody
+            self._full = now
+        if not bus.connection.is_connected:
+            self._away = now
 
     def _situation(self, bus: Bus, instances: list[InstanceStatus], disk: str) -> RunSituation:
         gone = {**self._gone, **self._servers.away()}

@@ -68,7 +68,9 @@ def plan(config: RunConfig, nats_url: str) -> list[ServiceSpec]:
     shares, instances, specs = devices.assign_gpus(config), _instances(config), list[ServiceSpec]()
     for kind, instance in instances:
         environment = {devices.VISIBLE: shares[instance]} if instance in shares else {}
-        if kind == "gateway" and not config.gateway.gateway_port and GATEWAY_VARIABLE not in os.environ:
+        if kind == "gateway" and (given := os.environ.get(GATEWAY_VARIABLE)):  # of the first; each further one is a port further on
+            environment[GATEWAY_VARIABLE] = str(parsed(given, GATEWAY_VARIABLE).next(int(instance.rpartition("-")[2])))
+        elif kind == "gateway" and not config.gateway.gateway_port:
             # each of its lives listens there: clients that repeat a request know no other address
             _HELD.append(held := hold_port())
             environment[GATEWAY_VARIABLE] = str(HttpAddress(config.gateway.gateway_host, held.getsockname()[1]))

@@ -309,7 +309,8 @@ def check_commands(inspection: Inspection) -> Findings:
 
 
 def check_gateways(inspection: Inspection) -> Findings:
-    """Raises where gateways are to start that cannot; yields frozen models that have a name of the trained one's there."""
+    """Raises where gateways are to start that cannot; yields frozen models that have a name of the trained one's there, and a port
+    without effect."""
     config = inspection.config
     taken = {config.run.name, config.model.hf_checkpoint.name, *config.gateway.gateway_models} if config.gateways else set()
     for model in sorted(taken & config.rollout.models.keys()):
@@ -317,6 +318,8 @@ def check_gateways(inspection: Inspection) -> Findings:
     if config.gateways and importlib.util.find_spec("renderers") is None:
         expected = "gateways need the package renderers: pip install 'myxo[gateway]', or 0 where they run on other machines"
         raise ConfigError("gateway.gateway_replicas", config.gateways, expected)
+    if config.gateways and (port := config.gateway.gateway_port) and (given := os.environ.get(addresses.GATEWAY_VARIABLE)):
+        yield Note(f"gateway.gateway_port = {port} changes nothing: gateways listen at {addresses.GATEWAY_VARIABLE} = {given}")
 
 
 def check_rewards(inspection: Inspection) -> Findings:

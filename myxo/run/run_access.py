@@ -191,8 +191,10 @@ async def _reached(run: str, directory: Path, stack: contextlib.AsyncExitStack) 
         url = guest_url = servers.nats_url
     else:
         if not (files.nats / "jetstream").is_dir():
-            elsewhere = "if the run is on a NATS server of its own, set NATS_URL"
-            raise ConfigError("RUN", run, f"{files.without_streams(name, None) or f'{files.root} holds no streams'}; {elsewhere}")
+            lost = files.without_streams(name, None) or f"{files.root} holds no streams"
+            if (files.root / "slurm").is_dir():  # of deploy/slurm/run.sbatch
+                lost = f"its NATS runs with its SLURM job alone, which keeps its data ({files.root / 'slurm'}); submit the job again"
+            raise ConfigError("RUN", run, f"{lost}; if the run is on a NATS server of its own, set NATS_URL")
         stack.enter_context(files.held(READING))
         url, guest_url = _served(EmbeddedNats(files.nats, rights_of(CONSOLE, name)), stack)
     bus = await stack.enter_async_context(contextlib.aclosing(await Bus.connect(url, name="myxo")))

@@ -174,17 +174,6 @@ class RunDirectory:
             else:
                 path.unlink(missing_ok=True)
 
-    def freeze(self, config: RunConfig) -> Path:
-        """Stores the run's config for commands that run without its servers: without credentials, and for its owner whole. Returns the
-        path of the whole one."""
-        whole, shown = self.root / runs.PRIVATE, config.shown()
-        if shown is config:
-            whole.unlink(missing_ok=True)
-        else:
-            replace_file(whole, config.model_dump_json().encode(), mode=0o600)
-        replace_file(self.root / runs.FROZEN, f"{shown.model_dump_json(indent=2)}\n".encode())
-        return self.root / runs.FROZEN if shown is config else whole
-
     def placed(self, config: RunConfig, *, quiet: bool = False) -> RunConfig:
         """Returns the config of the run whose files lie here with their places, and says so where it names others, as a copy's does. Raises
         ConfigError for that of a run of another name."""

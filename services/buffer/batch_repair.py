@@ -14,7 +14,7 @@ from services.buffer.state import BatchRecord, BufferState, GroupState
 from shared.runtime.errors import INFRASTRUCTURE, POLICY
 from shared.schema import ledger
 from shared.schema.ledger import PAYLOAD_LOST, LedgerRecord, group_number
-from shared.schema.messages import BatchRefused, Failed, Outcome
+from shared.schema.messages import BatchRefused, Outcome
 
 MOST_LOST = 3  # Losses of one group after which it is not generated again, where somebody gives it up
 
@@ -25,26 +25,12 @@ def lost_ready(state: BufferState, name: str, now: float) -> list[LedgerRecord]:
     return [policy.requeue(group, PAYLOAD_LOST, now)] if group else []
 
 
-def lost_batched(state: BufferState, group: GroupState, now: float) -> list[LedgerRecord]:
-    """Has a group generated anew that the trainer was handed; none where its step was trained before: its batch continues without it."""
-    if group.step is None or group.step < state.trained_steps or group.lost >= MOST_LOST:
-        return []
-    return [policy.requeue(group, PAYLOAD_LOST, now)]
-
-
 def lost_failed(state: BufferState, message: Outcome, now: float) -> list[LedgerRecord]:
     """Has a group generated anew that was given up before it was scored. None where it ends as any that failed."""
     group = policy.awaiting(state, message)
     if group is None or group.lost >= MOST_LOST:
         return []
     return [policy.requeue(group, PAYLOAD_LOST, now)]
-
-
-def perhaps_lost(message: Outcome) -> list[str]:
-    """Returns the payload keys of a group that was given up perhaps because the store has lost them."""
-    if not isinstance(message, Failed) or message.fault != INFRASTRUCTURE or message.payload is None:
-        return []
-    return message.payload.keys
 
 
 MOST_REFUSALS = 3  # Refusals after which a group is dead: what a new reading of the payload repairs is over by then
@@ -61,8 +47,8 @@ def refused(state: BufferState, message: BatchRefused, now: float, lost: bool = 
         return []
     name = {"step": message.step, "group": message.group, "sample": message.sample, "reason": message.reason}
     records: list[LedgerRecord] = [ledger.SampleRefused(**name, refused=message.at, at=now)]
-    if anew := lost_batched(state, group, now) if lost else []:
-        records += anew
+    if lost and message.step >= state.trained_steps and group.lost < MOST_LOST:  # else its batch continues without it
+        records.append(policy.requeue(group, PAYLOAD_LOST, now))
     elif len(group.refused) + 1 >= MOST_REFUSALS:
         reason = f"trainer: sample {message.group}/{message.sample}: {message.reason}"
         records.append(ledger.GroupDead(group=message.group, reason=reason, fault=INFRASTRUCTURE if lost else POLICY, at=now))

@@ -11,7 +11,7 @@ from services.buffer.state import BufferState
 from services.buffer.store_room import has_lost
 from shared.bus.streams import scored_consumer
 from shared.bus.work_queue import MessageLease, WorkQueue
-from shared.runtime.errors import TASK
+from shared.runtime.errors import INFRASTRUCTURE, TASK
 from shared.runtime.telemetry import declare_metrics
 from shared.schema.ledger import PAYLOAD_LOST, LedgerRecord, is_evaluation
 from shared.schema.messages import Failed, GroupOutcome, Outcome, Scored, Wanted
@@ -63,22 +63,24 @@ class OutcomeConsumer:
                         self._service.log.info("wanted_groups_held_back", count=outcome.count, by=outcome.by)
                     elif not scored and not await self._generated_anew(outcome):
                         await self.settle([outcome])
-                    if late := policy.unwanted(self._state, outcome):
-                        self._free(late)
-                    await self._free_pictures(outcome)
+                    await self._free_left(outcome)
                     await lease.ack()
 
-    async def _free_pictures(self, outcome: Outcome) -> None:
-        """Frees what the prompt of an attempt that has ended showed: before the ack, so that a death leaves nothing behind."""
+    async def _free_left(self, outcome: GroupOutcome) -> None:
+        """Frees what is not needed of an outcome, and what its prompt showed: before the ack, so that a death leaves nothing behind."""
+        if outcome.payload is not None:
+            self._free(policy.unwanted(self._state, outcome.group, outcome.attempt, outcome.payload.keys))
         if self._most_pictures and not isinstance(outcome, Wanted):
             keys = self._service.subjects.picture_keys(outcome.group, outcome.attempt)
             await self._service.store.free(list(itertools.islice(keys, self._most_pictures)))
 
     async def _generated_anew(self, outcome: Outcome) -> bool:
         """Has a group generated anew that was given up because the store has lost its samples. False where it is none."""
-        if not await has_lost(self._service, batch_repair.perhaps_lost(outcome)):
+        if not isinstance(outcome, Failed) or outcome.fault != INFRASTRUCTURE or outcome.payload is None:
             return False
-        if isinstance(outcome, Failed) and is_evaluation(outcome.group):  # it ends without rewards, and no one is at fault
+        if not await has_lost(self._service, outcome.payload.keys):
+            return False
+        if is_evaluation(outcome.group):  # it ends without rewards, and no one is at fault
             await self.settle([outcome.model_copy(update={"reason": PAYLOAD_LOST})])
             return True
         await self._decide(lambda: batch_repair.lost_failed(self._state, outcome, time.time()))

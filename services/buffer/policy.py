@@ -18,7 +18,7 @@ from services.buffer.staleness import StalenessDecision
 from services.buffer.state import BufferState, GroupState, trained_of
 from shared.runtime.errors import POLICY, TASK, MyxoError
 from shared.schema import codec, ledger
-from shared.schema.ledger import LedgerRecord, group_number
+from shared.schema.ledger import LedgerRecord, eval_group_parts, group_number
 from shared.schema.messages import (
     Attestation,
     Batch,
@@ -202,15 +202,20 @@ def wanted(state: BufferState, limits: BufferConfig, message: Wanted, now: float
     return [ledger.GroupsAdmitted(first=state.admitted, count=min(message.count, room), version=state.live_version, at=now)]
 
 
-def unwanted(state: BufferState, message: GroupOutcome) -> list[str]:
-    """Returns the payload keys of an outcome that are not needed after its decision: it is of an ended group, of an attempt that was given
-    up, or a repeat. A second replica may have written them long after they were freed."""
-    if message.payload is None or awaiting(state, message) is not None:
-        return []
-    group = state.groups.get(message.group)
-    held = (group.partial, group.scored) if group is not None else ()
-    kept = {key for one in held if one is not None for key in one.keys}
-    return [key for key in message.payload.keys if key not in kept]
+def unwanted(state: BufferState, name: str, attempt: int, keys: Iterable[str]) -> list[str]:
+    """Returns those payload keys of an attempt at a group that nobody needs: the group has ended, or the attempt, and it keeps others. They
+    stay so: a ``state`` that is behind the ledger's end names none that is needed since."""
+    if (group := state.groups.get(name)) is not None:
+        kept = group.scored or group.partial
+        over = attempt < group.attempt + (group.scored is not None)
+        return [key for key in keys if over and (kept is None or key not in kept.keys)]
+    if (parts := eval_group_parts(name)) is not None:
+        dataset, version, _ = parts
+        evaluation = state.evaluations.get((version, dataset))
+        over = (version, dataset) in state.evaluated if evaluation is None else name not in evaluation.pending
+    else:
+        over = name[1:].isdecimal() and group_number(name) < state.admitted
+    return [*keys] if over else []
 
 
 # --- batches
@@ -249,7 +254,10 @@ def form_batch(
     if len(chosen) == size:
         mask_below = staleness.mask_below(limits.rollout.staleness_policy, bound)
         names = sorted(chosen, key=group_number)
-        if (largest := _over_limit([state.groups[name] for name in names], mask_below, limits)) is not None:
+        found = {name: _batch_group(state.groups[name], mask_below, limits.named_rewards) for name in names}
+        sizes = {name: len(codec.pack(group.model_dump())) for name, group in found.items()}
+        if sum(sizes.values()) > limits.message_bytes - PARTS_BYTES:
+            largest = max(names, key=lambda name: sizes[name])
             reason = f"a batch with it is over the bus's limit of {limits.message_bytes} bytes, and it is the largest of its groups"
             return [*records, ledger.GroupDead(group=largest, reason=reason, fault=TASK, at=now)]
         records.append(ledger.BatchFormed(step=step, version=version, groups=names, mask_below=mask_below, at=now))
@@ -275,11 +283,6 @@ def _batch_group(group: GroupState, mask_below: int, named: bool) -> BatchGroup:
     assert result is not None  # only scored groups are ever batched
     rewards, stale, parts = result.rewards.tolist(), result.stale(mask_below), result.parts if named else ()
     return BatchGroup(group=group.id, payload=result.payload, rewards=rewards, parts=parts, removed=result.removed, stale=stale)
-
-
-def _over_limit(groups: list[GroupState], mask_below: int, limits: BufferConfig) -> str | None:
-    sizes = {group.id: len(codec.pack(_batch_group(group, mask_below, limits.named_rewards).model_dump())) for group in groups}
-    return max(sizes, key=lambda name: sizes[name]) if sum(sizes.values()) > limits.message_bytes - PARTS_BYTES else None
 
 
 def _reward_parts(samples: Iterable[Mapping[str, float]]) -> dict[str, RewardPart]:

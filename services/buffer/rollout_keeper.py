@@ -374,7 +374,9 @@ class RolloutKeeper:
                 try:
                     return group, await self._store.read(group.payload, deadline=READ_SECONDS)
                 except DeadlineExceeded as error:  # what the store holds is there when it is back
-                    self._log_away(error)
+                    if time.monotonic() - self._away_logged >= LOG_SECONDS:
+                        self._away_logged = time.monotonic()
+                        self._log.warning("rollouts_wait_for_store", waiting=self._open, error=str(error), next_action="asking again")
         except PayloadMissing as error:
             # else it was freed once it was kept, or given up and is counted
             if bare is None and not group.again and group.keys[0] in self._awaited:
@@ -385,12 +387,6 @@ class RolloutKeeper:
             if freed := self._let_go(group):
                 self._free(freed)
         return bare
-
-    def _log_away(self, error: DeadlineExceeded) -> None:
-        now = time.monotonic()
-        if now - self._away_logged >= LOG_SECONDS:
-            self._away_logged = now
-            self._log.warning("rollouts_wait_for_store", waiting=self._open, error=str(error), next_action="asking for them again")
 
     def _write(self, payloads: list[_Payload]) -> list[RolloutNotKept]:
         refused = []

@@ -14,7 +14,7 @@ from pathlib import Path
 from urllib.parse import parse_qs
 
 import structlog
-from fastapi import APIRouter, FastAPI, Request
+from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, StreamingResponse
 from fastapi.staticfiles import StaticFiles
 from prometheus_client import CollectorRegistry
@@ -201,23 +201,6 @@ def overview(source: RunSource, wait: Stall | None) -> Overview:
     )
 
 
-def frame_router(source: RunSource, pipeline: RunPipeline) -> APIRouter:
-    """Returns the routes that belong to no page."""
-    router = APIRouter()
-
-    @router.get("/overview")
-    async def read_overview() -> Overview:
-        """What stands above all pages."""
-        return overview(source, pipeline.wait())
-
-    @router.get("/events", response_class=StreamingResponse)
-    async def read_events() -> StreamingResponse:
-        """Server-sent events: which page's data has changed, ``{page: revision}``; a ``heartbeat`` each 5 s."""
-        return StreamingResponse(source.feed.events(), media_type="text/event-stream", headers={"X-Accel-Buffering": "no"})
-
-    return router
-
-
 def console_app(source: RunSource, token: str, names: Iterable[str] = ()) -> FastAPI:
     """Returns the app. ``token``: what opens it; ``names``: of the hosts by which it may be asked."""
     mimetypes.add_type("text/javascript", ".js")  # some machines' own tables say text/plain, which a browser does not run
@@ -228,7 +211,17 @@ def console_app(source: RunSource, token: str, names: Iterable[str] = ()) -> Fas
         return JSONResponse({"detail": str(error), "away": sorted(source.away)}, 503)
 
     pipeline = RunPipeline(source)
-    app.include_router(frame_router(source, pipeline), prefix="/api", tags=["console"])
+
+    @app.get("/api/overview", tags=["console"])
+    async def read_overview() -> Overview:
+        """What stands above all pages."""
+        return overview(source, pipeline.wait())
+
+    @app.get("/api/events", response_class=StreamingResponse, tags=["console"])
+    async def read_events() -> StreamingResponse:
+        """Server-sent events: which page's data has changed, ``{page: revision}``; a ``heartbeat`` each 5 s."""
+        return StreamingResponse(source.feed.events(), media_type="text/event-stream", headers={"X-Accel-Buffering": "no"})
+
     routers = {
         "run": run.router(source),
         "weights": weights.router(source),

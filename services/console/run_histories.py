@@ -56,12 +56,13 @@ class MetricFiles:
     """The metric files of a run's directory, of all its trainer's roles.
 
     Args:
-        root: the run's directory; what its trainer writes may lie elsewhere, by its config.
+        root: the run's directory, or a copy; what its trainer writes may lie elsewhere, by its config.
     """
 
     def __init__(self, root: Path) -> None:
         config = runs.frozen(root)
-        trained = root if config is None or not config.trained.is_dir() else config.trained
+        here = config is None or config.trained.resolve() == config.run.root.resolve() or not config.trained.is_dir()
+        trained = root if config is None or here else config.trained
         self._directories = [MetricDirectory(trained / "tensorboard"), MetricDirectory(trained / "tensorboard" / "critic")]
 
     async def read(self, history: MetricHistory) -> bool:

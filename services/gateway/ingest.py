@@ -115,7 +115,11 @@ def parse_group(body: bytes, limits: GroupLimits, decode: Callable[[NDArray[np.i
     oldest = _check_versions(versions, masks, limits)
     _check_rollouts(asked, limits.config)
     environment = _environment(asked, limits.config)
-    _check_scores(asked, limits.config)
+    for index, score in enumerate([] if limits.config.reward.group_rm else asked.scores or []):
+        try:
+            reward_values.read(score, limits.config.reward.reward_key)
+        except ValueError as error:
+            raise _wrong(f"scores[{index}]", str(error)) from None
 
     samples = [_sample(asked, index, *arrays, decode, special) for index, arrays in enumerate(zip(tokens, masks, versions, strict=True))]
     try:
@@ -197,14 +201,6 @@ def _environment(asked: GroupBody, config: RunConfig) -> str:
     return own if own in names else names[0]
 
 
-def _check_scores(asked: GroupBody, config: RunConfig) -> None:
-    for index, score in enumerate([] if config.reward.group_rm else asked.scores or []):
-        try:
-            reward_values.read(score, config.reward.reward_key)
-        except ValueError as error:
-            raise _wrong(f"scores[{index}]", str(error)) from None
-
-
 def _sample(
     asked: GroupBody,
     index: int,
@@ -248,6 +244,7 @@ declare_metrics("groups_ingested_total | groups | [made elsewhere](ingest.md) an
 
 BINDING_SECONDS = 7 * 24 * 3600  # For as long the producer's id of a group is known
 PUBLISH_SECONDS = 30.0
+REPORTED = b"1"  # What stands in the place of a group's message once that was sent
 
 CLAIM_SECONDS = 180  # For as long only who has claimed a task says what becomes of it: longer than a group takes to be published
 OWNED_SECONDS = 60.0  # For as long a task waits whose group's producer has not come again
@@ -332,7 +329,9 @@ class GroupIntake:
             if known.digest != digest:
                 raise TurnRefused(409, f"another group came as {group.id}, and became {known.group}", field="id", code="id_taken")
             if await self._owner(group.id, known) == group.id:
-                return await self._again(group, known)
+                if not await self._is_in(known):  # no one knows whether it was published
+                    await self._publish(known, await asyncio.to_thread(self._report, group, known))
+                return {"id": group.id, "group": known.group, "repeated": True}
         while True:
             lease = await self._task()
             async with lease.held():
@@ -346,26 +345,18 @@ class GroupIntake:
                 except TurnRefused:
                     await lease.hand_back()
                     raise
-                if (owner := await self._owner(group.id, binding)) != group.id:  # its gateway could not end it: it was delivered once more
-                    await (lease.ack() if await self._is_in(owner) else lease.hand_back(delay=OWNED_SECONDS))
+                if await self._owner(group.id, binding) != group.id:  # its gateway could not end it: it was delivered once more
+                    await (lease.ack() if await self._is_in(binding) else lease.hand_back(delay=OWNED_SECONDS))
                     number += 1
                     continue
-                await self._publish(group.id, report)
+                await self._publish(binding, report)
             await lease.ack()
             return {"id": group.id, "group": binding.group, "repeated": False}
-
-    async def _again(self, group: FinishedGroup, known: Binding) -> dict[str, object]:
-        """Answers for a group that came before; publishes it once more where no one knows whether that was done."""
-        if not await self._is_in(group.id):
-            report = await asyncio.to_thread(self._report, group, known)
-            await self._publish(group.id, report)
-        return {"id": group.id, "group": known.group, "repeated": True}
 
     async def _give_up(self, lease: MessageLease[Task]) -> None:
         """Ends a task that came too often, unless its group is in. It is for no group then: that one's producer gets another task."""
         task, key = lease.message, self._owner_key(lease.message)
-        [owner] = await self._service.store.commands("the group of a task", [("GET", key)])
-        if owner is None or not await self._is_in(owner.decode()):
+        if not await self._is_in(task):
             if not lease.last and await self._claimed(key, ""):  # its producer came a moment ago
                 return await lease.hand_back(delay=CLAIM_SECONDS)
             await self._service.store.commands("the end of a task", [("SET", key, "", "EX", BINDING_SECONDS)])
@@ -390,9 +381,18 @@ class GroupIntake:
         wanted = [("SET", f"{key}:claim", name, "NX", "EX", CLAIM_SECONDS), ("GET", f"{key}:claim")]
         return str(((await self._service.store.commands("who ends a task", wanted))[1] or name.encode()).decode())
 
-    async def _is_in(self, name: str) -> bool:
-        wanted = [("GET", f"{self._service.subjects.ingest_key(name)}:in")]
-        return (await self._service.store.commands("whether a group is in", wanted))[0] is not None
+    async def _is_in(self, task: Task | Binding) -> bool:
+        """Returns whether the group of a task is in the run. It comes in here where a gateway may have died before it reported the group,
+        or before it noted that it had: bus and buffer know a repeated report."""
+        key, service = f"{self._owner_key(task)}:in", self._service
+        [noted] = await service.store.commands("whether a group is in", [("GET", key)])
+        if noted is not None and noted != REPORTED:
+            message = Generated.decode(noted)
+            await service.report(message, PUBLISH_SECONDS, msg_id=message.payload.keys[0])
+            await service.store.commands("that a group is in", [("SET", key, REPORTED, "EX", BINDING_SECONDS)])
+            service.metrics.add("groups_ingested")
+            service.log.info("group_ingested", group=message.group, attempt=message.attempt, samples=len(message.samples))
+        return noted is not None
 
     async def _task(self) -> MessageLease[Task]:
         """Returns the lease of a task whose place a group takes. Raises TurnRefused where the run admits none in time."""
@@ -408,13 +408,14 @@ class GroupIntake:
             raise TurnRefused(410, "the run has ended", code="run_ended")
         raise _no_room(f"the run admitted none within {patience:g} s")
 
-    def _report(self, group: FinishedGroup, binding: Binding) -> tuple[dict[str, bytes], Generated]:
+    def _report(self, group: FinishedGroup, binding: Binding) -> tuple[dict[str, bytes], bytes]:
+        """Returns a group's blobs, and the message that reports them."""
         names, now, part_of = self._service.subjects, time.time(), uuid.uuid4().hex
         samples = [replace(sample, group=binding.group) for sample in group.samples]
         encoded = sample_codec.encode(samples, self._config.store.blob_bytes)
         blobs = {names.payload_key(binding.group, binding.attempt, part, part_of): blob for part, blob in enumerate(encoded)}
         try:
-            return blobs, Generated(
+            message = Generated(
                 group=binding.group,
                 attempt=binding.attempt,
                 payload=reference(self._service.run, blobs, [sample.length for sample in samples]),
@@ -424,18 +425,19 @@ class GroupIntake:
                 environment=group.environment,
                 started=now,
                 ended=now,
-            )
+            ).encode()
+            if len(message) > (most := self._service.bus.message_limit):
+                raise BadMessage(f"the report of its samples has {len(message)} bytes, which is over the bus's limit of {most}")
+            return blobs, message
         except BadMessage as error:
             raise TurnRefused(413, str(error), field="tokens", code="too_large") from None
 
-    async def _publish(self, name: str, report: tuple[dict[str, bytes], Generated]) -> None:
-        (blobs, message), service = report, self._service
-        await service.store.write(blobs)
-        await service.report(message, PUBLISH_SECONDS)
-        wanted = ("SET", f"{service.subjects.ingest_key(name)}:in", "1", "EX", BINDING_SECONDS)
-        await service.store.commands("that a group is in", [wanted])
-        service.metrics.add("groups_ingested")
-        service.log.info("group_ingested", group=message.group, attempt=message.attempt, samples=len(message.samples))
+    async def _publish(self, binding: Binding, report: tuple[dict[str, bytes], bytes]) -> None:
+        blobs, message = report
+        await self._service.store.write(blobs)
+        noted = ("SET", f"{self._owner_key(binding)}:in", message, "NX", "EX", BINDING_SECONDS)
+        await self._service.store.commands("how a group is reported", [noted])
+        await self._is_in(binding)
 
     async def _bound(self, name: str) -> tuple[int, Binding | None]:
         """Returns how many bindings a producers' id has had, and the newest: each is made once, by the first gateway."""
@@ -485,17 +487,12 @@ def add_ingest_routes(app: FastAPI, intake: GroupIntake, key: str, most_bytes: i
 
 async def _response_to(request: Request, digest: bytes, answer: Callable[[], Awaitable[Any]]) -> JSONResponse:
     try:
-        _check_key(request.headers.get("authorization", ""), digest)
+        scheme, _, given = request.headers.get("authorization", "").partition(" ")
+        if scheme.lower() != "bearer" or not hmac.compare_digest(sha256(given.strip().encode()).digest(), digest):  # in constant time
+            raise TurnRefused(401, "expected the key of those who hand groups in, as Authorization: Bearer KEY", code="invalid_api_key")
         return JSONResponse(await answer())
     except TurnRefused as refused:
         error = refused
     except MyxoError as away:
         error = TurnRefused(503, str(away), code="unavailable", retry_after_s=RETRY_S)
     return JSONResponse(error.body("openai"), error.status, headers=dict(error.headers))
-
-
-def _check_key(header: str, digest: bytes) -> None:
-    """Raises TurnRefused where the header does not hold the producers' key; that is compared in constant time."""
-    scheme, _, given = header.partition(" ")
-    if scheme.lower() != "bearer" or not hmac.compare_digest(sha256(given.strip().encode()).digest(), digest):
-        raise TurnRefused(401, "expected the key of those who hand groups in, as Authorization: Bearer KEY", code="invalid_api_key")

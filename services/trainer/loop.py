@@ -285,13 +285,13 @@ class Trainer(RoleWorker):
         if self._control is not None:
             retire_exports(self._config, self._progress.steps)
         super()._save()
-        self._save_final_hf()
+        self._save_final_hf(anew=True)
 
-    def _save_final_hf(self) -> None:
-        """Writes the final weights where they are due and lacking; the run's end is reported after it. A collective."""
+    def _save_final_hf(self, anew: bool = False) -> None:
+        """Writes the final weights where they are due and, unless ``anew``, lacking; the run's end is reported after it. A collective."""
         path, steps = hf_directory(self._config), self._progress.steps
         due = self._progress.sft_done and self._config.trainer.save_final_hf and steps == self._config.rollout.num_rollout
-        if due and runtime.gather_json(exported_steps(self._config, path))[0] != steps:
+        if due and (anew or runtime.gather_json(exported_steps(self._config, path))[0] != steps):
             self._report_activity(f"writing the final weights to {path}")
             self._actor.save_hf(path, mark_of(self._config, steps))
             self._log_start("final_weights_written")
@@ -299,7 +299,7 @@ class Trainer(RoleWorker):
     def _save_if_due(self) -> None:
         super()._save_if_due()
         if self._begun_save == self._progress.steps:
-            self._exporter.begin(self._progress.steps)
+            self._exporter.begin(self._progress.steps, anew=True)
 
     def _report_durable(self) -> None:
         """Reports to the buffer the steps that all kept checkpoints (with a critic, of both roles) hold: their payloads may be deleted."""

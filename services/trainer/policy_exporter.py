@@ -31,13 +31,14 @@ class PolicyExporter:
         self._started = 0.0
         self._log: Any = structlog.get_logger()
 
-    def begin(self, steps: int) -> None:
-        """Exports the policy after ``steps`` steps where that is due and lacking, after a checkpoint or in the life after it. Waits for the
-        export before it, and for the last one, since the run ends behind it.
+    def begin(self, steps: int, anew: bool = False) -> None:
+        """Exports the policy after ``steps`` steps where that is due and, unless it is made ``anew`` after a checkpoint, lacking. Waits for
+        the export before it, and for the last one, since the run ends behind it.
 
         A collective. Raises DeadlineExceeded.
         """
-        if (path := export_target(self._config, steps)) is None or runtime.gather_json(exported_steps(self._config, path))[0] == steps:
+        path = export_target(self._config, steps)
+        if path is None or (not anew and runtime.gather_json(exported_steps(self._config, path))[0] == steps):
             return
         self.finish()
         self._started = time.monotonic()

@@ -17,6 +17,7 @@ from shared.bus.subjects import Subjects
 from shared.config.run_config import RunConfig, changes, unsound
 from shared.runtime import addresses
 from shared.runtime.errors import INFRASTRUCTURE, BadInput, BadMessage, ConfigError, raise_problems
+from shared.runtime.safe_files import replace_file
 from shared.runtime.safe_text import say
 from shared.schema import codec
 from shared.schema.ledger import BatchFormed, BatchTrained, CheckpointDurable, LedgerRecord, RunFinished, ValuesChanged, group_id
@@ -247,6 +248,17 @@ def frozen(directory: Path) -> RunConfig | None:
             found.append(RunConfig.model_validate_json((directory / name).read_text()))
     whole = [config for config in found[1:] if config.shown() == found[0]]  # else another release has written the other one since
     return next(iter([*whole, *found]), None)
+
+
+def freeze(directory: Path, config: RunConfig) -> Path:
+    """Stores a run's config in its directory: without credentials, and for its owner whole. Returns the path of the whole one."""
+    whole, shown = directory / PRIVATE, config.shown()
+    if shown is config:
+        whole.unlink(missing_ok=True)
+    else:
+        replace_file(whole, config.model_dump_json().encode(), mode=0o600)
+    replace_file(directory / FROZEN, f"{shown.model_dump_json(indent=2)}\n".encode())
+    return directory / FROZEN if shown is config else whole
 
 
 async def store_url(bus: Bus, run: str) -> str | None:

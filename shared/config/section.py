@@ -3,6 +3,7 @@
 import json
 from collections.abc import Callable, Iterator
 from operator import attrgetter
+from pathlib import Path
 from typing import Annotated, Any, ClassVar, NamedTuple, Self
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationInfo, field_validator, model_validator
@@ -101,7 +102,7 @@ def _is_counted(given: Any, taken: Any) -> bool:
 
 
 class ConfigTable(BaseModel):
-    """A table of the config: unknown keys are refused with the nearest valid one, and a switch for a number, as pydantic takes it for 1."""
+    """A table of the config: unknown keys are refused with the nearest valid one, a switch for a number and no text for a path."""
 
     model_config = ConfigDict(extra="forbid", validate_default=True, allow_inf_nan=False)
 
@@ -118,6 +119,8 @@ class ConfigTable(BaseModel):
     def _counts_no_switch(cls, given: Any, check: Callable[[Any], Any]) -> Any:
         if _is_counted(given, taken := check(given)):
             raise ValueError("expected a number")
+        if given == "" and isinstance(taken, Path):  # as of a variable that is not set
+            raise ValueError("expected a path; that of the working directory is '.'")
         return taken
 
 

@@ -63,7 +63,7 @@ def retire_exports(config: RunConfig, steps: int) -> None:
     """Has policies of ``steps`` steps that this run has written count no more: they are made anew, after ``--fresh`` or a step back."""
     for path in (export_target(config, steps), hf_directory(config)):
         if path is not None and exported_steps(config, path) == steps:
-            with contextlib.suppress(OSError):  # which the next export there will report
+            with contextlib.suppress(OSError):  # which the export that follows reports
                 replace_file(path / MARK, json.dumps(mark_of(config, -1)).encode())
 
 

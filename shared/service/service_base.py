@@ -117,10 +117,11 @@ class Service:
         with contextlib.suppress(MyxoError, *TRANSIENT):
             await self.registry.renew(self.status())
 
-    async def report(self, message: Generated | Outcome, deadline: float = 600) -> None:
-        """Publishes what became of a group: samples to be scored, or an outcome, from this service's role, for the buffer."""
+    async def report(self, message: Generated | Outcome, deadline: float = 600, msg_id: str = "") -> None:
+        """Publishes what became of a group: samples to be scored, or an outcome, from this service's role, for the buffer. ``msg_id``: by
+        which the bus drops what it has already."""
         subject = self.subjects.generated(message.environment) if isinstance(message, Generated) else self.subjects.scored(self.name)
-        await self.bus.publish(subject, message, msg_id=secrets.token_hex(16), deadline=deadline)
+        await self.bus.publish(subject, message, msg_id=msg_id or secrets.token_hex(16), deadline=deadline)
 
     async def event(self, plane: str, what: str, message: Message, deadline: float = 10) -> None:
         """Publishes an event. No decision depends on events: one that cannot be published is logged and dropped."""
@@ -196,9 +197,12 @@ async def connect(name: str, role: str | None = None) -> Service:
     config, instance, model = await runs.load(bus, run), default_instance(name), ""
     if name == "rollout":
         model, config = devices.engine_of(config, instance)
-    config = await asyncio.to_thread(hub_resolve.for_service, config, name)
     if (directory := {"buffer": config.run.root, "trainer": config.trained}.get(role or name)) is not None:
         private_directory(directory, int(config.run.dir_mode, 8))
+        if directory == config.run.root and runs.frozen(directory) != config:
+            with contextlib.suppress(OSError):
+                runs.freeze(directory, config)
+    config = await asyncio.to_thread(hub_resolve.for_service, config, name)
     redis_url = addresses.redis_url() or await runs.store_url(bus, run)
     if not redis_url:
         raise ConfigError("REDIS_URL", None, "required (or REDIS_URL_FILE): the run does not say where its payloads lie")

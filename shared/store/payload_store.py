@@ -8,7 +8,7 @@ import contextlib
 import itertools
 import re
 import time
-from collections.abc import Generator, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Generator, Iterator, Mapping, Sequence
 from typing import Any
 
 import redis
@@ -145,6 +145,11 @@ class Store:
         """Removes blobs; absent ones are no error."""
         if keys:
             await self._retry(deadline, lambda: self._client.unlink(*keys), f"removal of {len(keys)} blobs")
+
+    async def keys(self, pattern: str) -> AsyncIterator[str]:
+        """Yields the keys that match, some perhaps twice. Raises RedisError."""
+        async for key in self._client.scan_iter(match=pattern, count=1000):
+            yield key.decode(errors="replace")
 
     async def commands(self, what: str, commands: Sequence[tuple[Any, ...]], deadline: float = 60.0) -> list[Any]:
         """Runs commands that may be run twice, in one round trip, and returns their answers. ``what``: for errors."""

@@ -217,8 +217,8 @@ async def test_a_group_whose_gateway_died_before_it_was_published_is_in_once_its
     """The binding stands, the task is leased by nobody who works on it: as kill -9 between the two leaves it."""
     player, client = await door(rollout={"num_rollout": 1})
     taken = (await post(client, group("dying"))).json()["group"]
-    key = player.names.ingest_key("dying")
-    await player.store.commands("forget that it was published", [("DEL", f"{key}:in")])
+    key = player.names.ingest_key(taken)
+    await player.store.commands("forget that it was published", [("DEL", f"{key}:attempt-0:in")])
     repeated = await post(client, group("dying"))
     assert (repeated.status_code, repeated.json()) == (200, {"id": "dying", "group": taken, "repeated": True})
     await post(client, group("other"))
@@ -227,17 +227,23 @@ async def test_a_group_whose_gateway_died_before_it_was_published_is_in_once_its
     assert (await player.audit()).ok, "the second outcome of the attempt counts for nothing"
 
 
+def fail_once(monkeypatch: pytest.MonkeyPatch, of: type, method: str, *, after: bool = False) -> None:
+    """Has the first call raise, before or ``after`` what it does."""
+    real, away = getattr(of, method), [DeadlineExceeded("an answer", "the bus", 0.0, "it is tried again")]
+
+    async def called(*given: Any, **more: Any) -> Any:
+        if not away or after:
+            await real(*given, **more)
+        if away:
+            raise away.pop()
+
+    monkeypatch.setattr(of, method, called)
+
+
 @pytest.mark.extra(each=True)
 async def test_a_task_whose_group_was_published_late_is_given_to_no_other(door: NewDoor, monkeypatch: pytest.MonkeyPatch) -> None:
     """It comes again once its lease has run out; a second group would count as the same attempt's and be lost."""
-    publish, away = GroupIntake._publish, [DeadlineExceeded("an answer", "the bus", 0.0, "it is tried again")]
-
-    async def published(*given: Any) -> None:
-        if away:
-            raise away.pop()
-        await publish(*given)
-
-    monkeypatch.setattr(GroupIntake, "_publish", published)
+    fail_once(monkeypatch, GroupIntake, "_publish")
     player, client = await door(rollout={"num_rollout": 1, "max_staleness": 0}, ingest={"ingest_wait": 10.0}, bus=SHORT)
     assert (await post(client, group("first"))).status_code == 503
     assert (await post(client, group("first"))).json()["repeated"]
@@ -248,25 +254,33 @@ async def test_a_task_whose_group_was_published_late_is_given_to_no_other(door: 
     assert sorted(stored) == ["first", "second"]
 
 
+@pytest.mark.parametrize("after", [False, True])
+async def test_a_group_whose_gateway_died_as_it_reported_it_is_in_once(door: NewDoor, monkeypatch: pytest.MonkeyPatch, after: bool) -> None:
+    """Whoever gets its task next reports it again; its producer has not come again yet."""
+    fail_once(monkeypatch, Service, "report", after=after)
+    player, client = await door(rollout={"num_rollout": 1, "max_staleness": 0}, ingest={"ingest_wait": 8.0}, bus=SHORT)
+    assert (await post(client, group("first"))).status_code == 503
+    answers = [await post(client, group(name)) for name in ("second", "third")]
+    assert [answer.status_code for answer in answers] == [200, 429], "the run admitted two groups"
+    batch = await player.batch(0)
+    again = await post(client, group("first"))
+    assert again.json()["repeated"]
+    assert {one.group for one in batch.groups} == {answers[0].json()["group"], again.json()["group"]}
+    generated = await player.bus.js.stream_info(player.names.generated_stream)
+    assert generated.state.last_seq == 2, "the repeated report was dropped"
+
+
 @pytest.mark.extra(each=True)
 async def test_a_task_whose_producer_does_not_come_again_is_given_up(door: NewDoor, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its group is bound and never published; the run goes on with another in its place, and the late producer has that of a later task."""
-    publish = GroupIntake._publish
-
-    async def published(intake: GroupIntake, name: str, *given: Any) -> None:
-        if name == "gone" and not answers:
-            raise DeadlineExceeded("an answer", "the bus", 0.0, "it is tried again")
-        await publish(intake, name, *given)
-
-    monkeypatch.setattr(GroupIntake, "_publish", published)
+    fail_once(monkeypatch, GroupIntake, "_publish")
     monkeypatch.setattr("services.gateway.ingest.OWNED_SECONDS", 0.1)
     monkeypatch.setattr("services.gateway.ingest.CLAIM_SECONDS", 4)
-    answers: list[httpx.Response] = []
     player, client = await door(
         rollout={"num_rollout": 1, "max_staleness": 0}, ingest={"ingest_wait": 30.0}, bus={**SHORT, "max_deliver": 3}
     )
     assert (await post(client, group("gone"))).status_code == 503
-    answers += [await post(client, group(name)) for name in ("second", "third")]
+    answers = [await post(client, group(name)) for name in ("second", "third")]
     assert [answer.status_code for answer in answers] == [200, 200], [answer.text for answer in answers]
     batch = await player.batch(0)
     assert {one.group for one in batch.groups} == {answer.json()["group"] for answer in answers}
@@ -293,28 +307,24 @@ async def test_the_group_of_a_task_that_the_gateway_cannot_read_is_given_up(door
 
 async def test_a_task_whose_producer_comes_while_it_is_given_up_stays_its_own(door: NewDoor, monkeypatch: pytest.MonkeyPatch) -> None:
     """What the group became is the same ever after, and another task is not taken for it."""
-    publish, is_in, give_up = GroupIntake._publish, GroupIntake._is_in, GroupIntake._give_up
+    is_in, give_up = GroupIntake._is_in, GroupIntake._give_up
     late: list[httpx.Response] = []
     moment = False
-
-    async def published(intake: GroupIntake, name: str, *given: Any) -> None:
-        if name == "gone" and not moment:
-            raise DeadlineExceeded("an answer", "the bus", 0.0, "it is tried again")
-        await publish(intake, name, *given)
 
     async def given_up(intake: GroupIntake, *given: Any) -> None:
         nonlocal moment
         moment = True
         await give_up(intake, *given)
 
-    async def looked(intake: GroupIntake, name: str) -> bool:
-        found = await is_in(intake, name)
+    async def looked(*given: Any) -> bool:
+        found = await is_in(*given)
         if moment and not late:
             late.append(httpx.Response(0))  # only the first look
             late.append(await post(client, group("gone")))
         return found
 
-    for name, instead in {"_publish": published, "_is_in": looked, "_give_up": given_up}.items():
+    fail_once(monkeypatch, GroupIntake, "_publish")
+    for name, instead in {"_is_in": looked, "_give_up": given_up}.items():
         monkeypatch.setattr(GroupIntake, name, instead)
     monkeypatch.setattr("services.gateway.ingest.OWNED_SECONDS", 0.1)
     monkeypatch.setattr("services.gateway.ingest.CLAIM_SECONDS", 4)

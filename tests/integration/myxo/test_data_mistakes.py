@@ -259,7 +259,7 @@ async def put_on_its_bus(config: RunConfig) -> None:
     server.start()
     bus = await Bus.connect(server.url, "test")
     await runs.create(bus, config, None)
-    files.freeze(config)
+    runs.freeze(files.root, config)
     await bus.close()
     server.stop()
 

@@ -43,7 +43,7 @@ def at_rest(config_file: Callable[..., Path]) -> tuple[Path, RunConfig]:
     path = config_file()
     config = load(path)
     RunDirectory(config.run.root).root.mkdir(parents=True)
-    RunDirectory(config.run.root).freeze(config)
+    runs.freeze(config.run.root, config)
 
     async def fill() -> None:
         async with embedded(config) as bus:
@@ -68,6 +68,9 @@ def test_a_run_whose_nats_data_are_lost_is_not_said_to_be_new(
             code, out, err = myxo.run(*words, environment=environment)
             assert (code, out.count("started")) == (exit_codes.BAD_INPUT, 0), (lost, words, out, err)
             assert said in err and "NATS's data are lost" in err and "makes one" not in err, (lost, words, err)
+    (root / "slurm").mkdir()
+    err = myxo.run("status", root)[2]
+    assert "its NATS runs with its SLURM job alone" in err and "lost" not in err
 
 
 def test_the_files_of_a_run_whose_services_are_at_work_elsewhere_stay(
@@ -165,7 +168,7 @@ def test_the_users_files_in_the_directory_of_a_run_that_is_moved_stay_where_its_
 def test_a_run_whose_checkpoints_lie_in_its_directory_by_save_moves_with_them(myxo: Myxo, at_rest: tuple[Path, RunConfig]) -> None:
     path, config = at_rest
     saved = config.model_copy(update={"trainer": config.trainer.model_copy(update={"save": config.run.dir})})
-    RunDirectory(config.run.root).freeze(saved)
+    runs.freeze(config.run.root, saved)
     taken, elsewhere = config.run.dir / "taken" / config.run.name, config.run.dir / "elsewhere"
     taken.parent.mkdir()
     config.run.root.rename(taken)

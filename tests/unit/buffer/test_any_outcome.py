@@ -73,7 +73,8 @@ class Core:
         for outcome in read:
             if not isinstance(outcome, Scored):
                 self.decide(lambda outcome=outcome: policy.outcomes(self.state, self.limits, [outcome], 0.0))  # type: ignore[misc]
-            self.freed += policy.unwanted(self.state, outcome)
+            keys = [] if outcome.payload is None else outcome.payload.keys
+            self.freed += policy.unwanted(self.state, outcome.group, outcome.attempt, keys)
 
     def ask(self) -> None:
         step = self.state.formed_steps

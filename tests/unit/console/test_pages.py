@@ -1,6 +1,8 @@
 """What the pages *Run*, *Weights* and *Clients* are answered, and curves that keep spikes, gaps and the newest of what is written twice."""
 
 import math
+import shutil
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -10,7 +12,11 @@ from hypothesis import strategies as st
 from services.console.pages.clients import MOST_LOSSES, ClientHistory
 from services.console.pages.run import MOST_MARKS_SHOWN, MOST_SERIES, PANELS, curve, curves, extremes, marks, panel_series, panels
 from services.console.pages.weights import pace, version_rows, weight_events, weights_now
+from services.console.run_histories import MetricFiles
 from services.console.run_source import RunSource
+from shared.bus import runs
+from shared.config.run_config import RunConfig
+from shared.data.metric_files import METRIC_LINES
 from shared.schema.client_commands import Command, CommandOutcome
 from shared.schema.service_messages import ServiceEvent, ServiceStatus
 from shared.schema.weight_messages import ReplicaPush, WeightsLive, WeightsPushed
@@ -326,3 +332,14 @@ async def test_steps_losses_samples_and_failures() -> None:
     history.take(CommandOutcome(client=SAMPLED, number=1, at=8.0, figures={"tokens": 5.0, "sequences": 2.0}))
     [first] = await history.newest(1)
     assert (first.sequences, first.waiting, first.losses) == (2, 0, [])
+
+
+async def test_the_metrics_of_a_copied_run_are_the_copys(tmp_path: Path, run_config: RunConfig) -> None:
+    root, copy, found = run_config.run.root, tmp_path / "backup" / run_config.run.name, MetricHistory()
+    (root / "tensorboard").mkdir(parents=True)
+    (root / "tensorboard" / METRIC_LINES).write_text('[1.0, 0, {"train/loss": 1.0}]\n')
+    runs.freeze(root, run_config)
+    shutil.copytree(root, copy)
+    (root / "tensorboard" / METRIC_LINES).write_text('[1.0, 0, {"train/loss": 2.0}]\n')
+    await MetricFiles(copy).read(found)
+    assert found.series["train/loss"].values.tolist() == [1.0]

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from rich.console import Console
 
 import shared
-from myxo.commands import evaluate, up
+from myxo.commands import evaluate, serve, up
 from myxo.commands.flag_list import completion, flag_list, lines_of, meanings
 from myxo.commands.up import dry_run, leading
 from myxo.main import COMMANDS, NEAR_WORDS, main, parse
@@ -74,12 +74,21 @@ def test_the_value_of_a_flag_is_no_path_before_it() -> None:
     assert leading(parse(["doctor", "--lr", "1e-5", "--json"]).flags) == (None, ["--lr", "1e-5"])
 
 
-def test_what_would_be_taken_without_effect_is_refused_or_noted(capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_would_be_taken_without_effect_is_refused_or_noted(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     code, _, err = said(capsys, "init", "model", "data.jsonl", "--rm-type", "math", "--custom-rm-path", "my:score")
     assert code == BAD_INPUT and "not allowed with argument --rm-type" in err
     for words, note in ((["--no-try"], True), (["--no-try", "--dry-run"], False), ([], False)):
         dry_run(parse(["up", "run.toml", *words]))
         assert ("--no-try changes nothing" in capsys.readouterr().err) == note
+    path = tmp_path / "serve.toml"
+    path.write_text("[rollout]\nrollout_batch_size = 8\nrollout_replicas = 2\n[tinker]\ntinker_endpoint = true\n")
+    found = list[str]()
+    monkeypatch.setattr(serve, "checked_config", lambda source, **_: found.extend(source.given.notes) or 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        main(["serve", str(path)])
+    assert [note.partition(" ")[0] for note in found] == ["rollout.rollout_batch_size"]
 
 
 def test_near_words_lead_to_commands_that_are_there(capsys: pytest.CaptureFixture[str]) -> None:

@@ -15,7 +15,7 @@ from myxo.main import main
 from myxo.preflight import Source
 from myxo.preflight.inspection import Inspection, Note
 from myxo.preflight.run_plan import check_gpu_memory, remedies, settle_trainer
-from myxo.run.run_directory import RunDirectory
+from shared.bus import runs
 from shared.config.trainer_section import TrainerSection
 from shared.model.architecture import Experts
 from shared.runtime.errors import BadInput, ConfigError
@@ -190,7 +190,7 @@ def test_tokens_are_settled_where_the_trainers_gpus_are(
 def test_a_run_continues_with_the_tokens_that_it_began_with(fresh: bool, tokens: tuple[int, int], tmp_path: Path) -> None:
     begun = run_config(tmp_path, trainer={"max_tokens_per_gpu": 3000, "log_probs_chunk_size": 100})
     begun.run.root.mkdir(parents=True)
-    RunDirectory(begun.run.root).freeze(begun)
+    runs.freeze(begun.run.root, begun)
     config = run_config(tmp_path, trainer={"train_device": "cuda", "log_probs_chunk_size": 512})
     found, said = settle_trainer(Inspection(config, fresh=fresh))
     assert said == ("" if fresh else "max_tokens_per_gpu = 3000: what `auto` was when the run began")
@@ -245,3 +245,7 @@ def test_a_frozen_model_that_a_gpu_cannot_hold_is_named_with_the_numbers(found: 
     (problem,) = found(143_771, rollout={"models": {"judge": {"sglang": {"mem-fraction-static": 0.04}}, "user": {"device": "cpu"}}})
     assert isinstance(problem, ConfigError) and problem.field == "rollout.models.judge.num_gpus_per_engine"
     assert re.search(r"engine of judge: needs [\d.]+ GB of a GPU, there are [\d.]+", str(problem))
+
+
+def test_flags_that_change_nothing_are_said_with_the_plan(run: Path) -> None:
+    assert "note: --balance-data changes nothing" in told(run, "--balance-data")[1]

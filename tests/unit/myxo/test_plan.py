@@ -45,6 +45,15 @@ def test_metrics_ports_follow_one_another_from_the_launchers_own(tmp_path: Path,
     assert {spec.environment["MYXO_HTTP"] for spec in plan(config, "nats://host")} == {"0.0.0.0:0"}
 
 
+def test_each_further_gateway_is_a_port_further_than_the_one_that_the_variable_names(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = run_config(tmp_path, gateway={"gateway_replicas": 3})
+    monkeypatch.setenv("MYXO_GATEWAY", "0.0.0.0:8800")
+    given = [spec.environment["MYXO_GATEWAY"] for spec in plan(config, "nats://host") if spec.service == "gateway"]
+    assert given == [f"0.0.0.0:{port}" for port in (8800, 8801, 8802)]
+
+
 def test_a_further_node_has_a_port_for_each_service_and_the_console_takes_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     config = run_config(tmp_path, trainer={"actor_num_nodes": 2, "colocate": True}, rollout={"rollout_replicas": 2})
     monkeypatch.setenv("MYXO_HTTP", "0.0.0.0:9464")

@@ -1,6 +1,7 @@
 """Which weight versions of a run lie on disk, the config of one that evaluates them or begins with them, and what a torn run needs."""
 
 import json
+import os
 import tomllib
 from argparse import Namespace
 from pathlib import Path
@@ -20,6 +21,7 @@ from myxo.preflight.inspection import Inspection
 from myxo.preflight.machine_checks import check_directories
 from myxo.run import config_toml
 from myxo.run.run_directory import CHECKPOINTS, MARKER, RunDirectory
+from shared.bus import runs
 from shared.config import flags
 from shared.config.config_reading import parse
 from shared.config.run_config import RunConfig
@@ -124,7 +126,7 @@ def test_steps_between_two_versions_are_none(tmp_path: Path) -> None:
 def test_versions_are_numbered_by_the_runs_steps_and_flags_are_laid_over_key_by_key(tmp_path: Path) -> None:
     kept = run_config(tmp_path, rollout={"num_rollout": 8, "sglang": {"context-length": 64}})
     kept.run.root.joinpath("logs").mkdir(parents=True)
-    RunDirectory(kept.run.root).freeze(kept)
+    runs.freeze(kept.run.root, kept)
     for steps in ({"num_rollout": 4}, {"num_rollout": 0, "num_epoch": 3}):
         (tmp_path / "run.toml").write_text(config_toml.dump(run_config(tmp_path, rollout=steps)))
         assert config_of(str(tmp_path / "run.toml"), tmp_path, flags.read([])).rollout.num_rollout == 8
@@ -142,7 +144,7 @@ def test_a_version_that_is_not_there_is_told_with_those_that_are(tmp_path: Path)
 def test_an_export_names_what_is_there(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     config = stored(tmp_path)
     RunDirectory(config.run.root).logs.mkdir(parents=True)
-    RunDirectory(config.run.root).freeze(config)
+    runs.freeze(config.run.root, config)
     words = ["export", "test", "--dir", str(config.run.dir)]
     assert main(words) == BAD_INPUT and "RUN = 'test': a run with a checkpoint; there is none in" in capsys.readouterr().err
     stored(tmp_path, 2, 4)
@@ -214,7 +216,7 @@ def test_weights_of_another_try_are_not_taken(tmp_path: Path, monkeypatch: pytes
     (tmp_path / "b").rename(tmp_path / "before")  # as `myxo move` leaves them
     frozen = run_config(tmp_path, run={"name": "b", "dir": str(tmp_path)}, model={"hf_checkpoint": str(tmp_path / "before" / "beginning")})
     (tmp_path / "b" / "logs").mkdir(parents=True)
-    RunDirectory(tmp_path / "b").freeze(frozen)
+    runs.freeze(tmp_path / "b", frozen)
     assert begun(f"{config}@1") == "1"
     (tmp_path / "before" / "beginning" / export_run.FROM).unlink()
     with pytest.raises(ConfigError, match="name of a run that has not begun"):
@@ -281,3 +283,11 @@ def test_where_no_checkpoint_fits_nothing_is_touched(trained: int, durable: int,
 def test_a_cut_alone_is_worth_a_repair() -> None:
     plan = repair_plan(LedgerExtent(4, 2, LedgerCut(9, 12, "records 10 to 11 are gone")), [2])
     assert plan.needed and plan.resume == 2 and not plan.set_aside
+
+
+def test_flags_that_change_nothing_are_said_and_keys_are_set(tmp_path: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = stored(tmp_path, 2)
+    runs.freeze(config.run.root, config)
+    monkeypatch.setenv("WANDB_API_KEY", "")
+    config_of(str(config.run.root), Path("runs"), flags.read(["--balance-data", "--wandb-key", "hush"]))
+    assert "myxo: --balance-data changes nothing" in capsys.readouterr().err and os.environ["WANDB_API_KEY"] == "hush"

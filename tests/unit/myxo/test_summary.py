@@ -20,6 +20,7 @@ from myxo.commands import compare
 from myxo.commands.status import REWARD, list_runs
 from myxo.launch.exit_report import never_trained, table
 from myxo.run.run_directory import READING, RunDirectory
+from shared.bus import runs
 from shared.config.run_config import RunConfig
 from shared.data.metric_files import METRIC_LINES
 from shared.runtime.errors import ConfigError
@@ -66,7 +67,7 @@ def test_a_list_of_runs_knows_what_is_finished(
     for name in ("tensorboard", "hf") if mark is not None else ("tensorboard",):
         (config.trained / name).mkdir(parents=True)
     files = RunDirectory(config.run.root)
-    files.freeze(config)
+    runs.freeze(files.root, config)
     (config.trained / "tensorboard" / METRIC_LINES).write_text(json.dumps([5.0, 3, {metric: 0.5}]) + "\n")
     if mark is not None:
         (config.trained / "hf" / "trained.json").write_text(json.dumps({"steps": mark}))
@@ -91,7 +92,7 @@ def test_a_list_of_copies_shows_what_they_have_and_not_the_original(tmp_path: Pa
     (config.trained / "tensorboard").mkdir(parents=True)
     lines = config.trained / "tensorboard" / METRIC_LINES
     lines.write_text(json.dumps([5.0, 3, {REWARD: 0.5}]) + "\n")
-    RunDirectory(config.run.root).freeze(config)
+    runs.freeze(config.run.root, config)
     copy = tmp_path / "backup" / config.run.name
     shutil.copytree(config.run.root, copy)
     lines.write_text(json.dumps([9.0, 8, {REWARD: 0.9}]) + "\n")

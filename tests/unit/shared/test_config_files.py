@@ -149,3 +149,10 @@ def test_switches_words_and_numbers_are_taken_where_they_are_meant(plain: Path, 
     assert (config.trainer.lr, config.rollout.num_rollout, config.trainer.critic_lr) == (1e-5, 7, None)
     assert config.rollout.rollout_stop_token_ids == [1, 2] and config.trainer.max_tokens_per_gpu == "auto"
     assert config.run.custom_args == {"deep": [True, 1]} and config.rollout.sglang["enable-mixed-chunk"] is True
+
+
+def test_no_text_is_no_path(tmp_path: Path) -> None:
+    """As ``--save "$UNSET"`` gives it: it would be the working directory."""
+    with pytest.raises(ConfigError, match="trainer.save = '': expected a path"):
+        run_config(tmp_path, trainer={"save": ""})
+    assert run_config(tmp_path, trainer={"save": "."}).trainer.save is not None

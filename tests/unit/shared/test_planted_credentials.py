@@ -10,7 +10,6 @@ import pytest
 import structlog
 
 from myxo.run import config_toml
-from myxo.run.run_directory import RunDirectory
 from shared.bus import runs
 from shared.config.config_reading import parse
 from shared.config.run_config import RunConfig
@@ -38,14 +37,14 @@ PLANTED = {
 
 def test_neither_the_directorys_config_nor_what_is_printed_holds_what_was_planted(tmp_path: Path) -> None:
     config = run_config(tmp_path, **PLANTED)
-    whole = RunDirectory(tmp_path).freeze(config)
+    whole = runs.freeze(tmp_path, config)
     assert runs.frozen(tmp_path) == config == RunConfig.model_validate_json(whole.read_text()), "the run continues with what it had"
     assert whole.stat().st_mode & 0o777 == 0o600
     other = json.loads((tmp_path / runs.FROZEN).read_text())
     (tmp_path / runs.FROZEN).write_text(json.dumps(other | {"rollout": {**other["rollout"], "num_rollout": 9}}))
     newer = runs.frozen(tmp_path)
     assert newer is not None and newer.rollout.num_rollout == 9, "an older release writes that file alone"
-    RunDirectory(tmp_path).freeze(config)
+    runs.freeze(tmp_path, config)
     whole.unlink()  # as for anybody but its owner
     written = (tmp_path / runs.FROZEN).read_text()
     assert "hush" not in written and "hush" not in config_toml.dump(config.shown())
@@ -94,7 +93,7 @@ def test_a_config_without_credentials_is_written_as_it_is(tmp_path: Path) -> Non
     config = run_config(tmp_path, reward={"rm_type": "environment", "environment_url": "http://grader:8080"})
     assert config.shown() is config
     (tmp_path / runs.PRIVATE).touch()
-    assert RunDirectory(tmp_path).freeze(config) == tmp_path / runs.FROZEN and not (tmp_path / runs.PRIVATE).exists()
+    assert runs.freeze(tmp_path, config) == tmp_path / runs.FROZEN and not (tmp_path / runs.PRIVATE).exists()
     assert parse(json.loads(config.model_dump_json(exclude_unset=True))).shown().reward == config.reward
 
 

@@ -224,6 +224,8 @@ def test_what_a_predecessor_did_not_get_to_write_is_made_up_for(make_actor, tmp_
     (tmp_path / "policy" / "1" / "mark").touch()
     exports.begin(2)
     assert (tmp_path / "policy" / "1" / "mark").exists()  # it is there: it is not written again
+    exports.begin(2, anew=True)
+    assert not (tmp_path / "policy" / "1" / "mark").exists(), "of a history that was left, though its mark could not be changed"
 
 
 def test_an_export_replaces_what_an_earlier_life_made_and_nothing_that_is_not_the_runs(make_actor, tmp_path, capsys):
