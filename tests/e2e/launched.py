@@ -135,3 +135,7 @@ def gauge(cards: list[ServiceStatus], service: str, name: str) -> float:
         if card.service == service and name in card.gauges:
             return card.gauges[name]
     return -1.0
+
+
+def trained(cards: list[ServiceStatus]) -> float:
+    return gauge(cards, "buffer", "trained_steps")

@@ -17,7 +17,7 @@ from shared.schema import codec
 from shared.schema.messages import Batch
 from shared.schema.sample import Sample, decode
 from shared.schema.service_messages import ServiceStatus
-from tests.e2e.launched import LaunchedRun, gauge
+from tests.e2e.launched import LaunchedRun, trained
 from tests.support.model_hooks import ANSWERS
 
 RUN_SECONDS = 900
@@ -40,10 +40,6 @@ def test_an_agent_trains_while_gateways_and_replicas_come_and_go(small_run: Call
         summary = run.ended(steps, RUN_SECONDS)
     assert summary["groups"]["trained"] == 4 * steps
     assert summary["max_staleness_seen"] <= 1
-
-
-def trained(cards: list[ServiceStatus]) -> float:
-    return gauge(cards, "buffer", "trained_steps")
 
 
 CROWD = ("--agent", "tests.support.agents:three_turns", "--n-samples-per-prompt", "5", "--rollout-max-response-len", "24")

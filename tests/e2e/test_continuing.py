@@ -12,8 +12,7 @@ import pytest
 from myxo.run.run_directory import checkpoints
 from shared.bus import runs
 from shared.data.metric_files import MetricDirectory
-from tests.e2e.launched import ROOT, LaunchedRun
-from tests.e2e.test_deaths import trained
+from tests.e2e.launched import ROOT, LaunchedRun, trained
 
 RUN_SECONDS = 600
 

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from shared.schema.service_messages import ServiceStatus
-from tests.e2e.launched import LaunchedRun, gauge
+from tests.e2e.launched import LaunchedRun, gauge, trained
 
 STEP_SECONDS = 420
 """For a part to be back at work and the next step made, on a slow and busy machine."""
@@ -57,7 +57,3 @@ def test_a_run_survives_the_death_of_every_part(
 
 def has_buffer(cards: list[ServiceStatus]) -> bool:
     return gauge(cards, "buffer", "trained_steps") >= 0
-
-
-def trained(cards: list[ServiceStatus]) -> float:
-    return gauge(cards, "buffer", "trained_steps")

@@ -20,9 +20,8 @@ import pytest
 from examples.environments.guessing.guessing import MOST_GUESSES
 from shared.data.rollout_files import DIRECTORY
 from shared.process.embedded_servers import free_port
-from shared.schema.service_messages import ServiceStatus
 from tests.e2e.conftest import write_small_run
-from tests.e2e.launched import ROOT, LaunchedRun, gauge
+from tests.e2e.launched import ROOT, LaunchedRun, trained
 from tests.integration.environments.live import EnvironmentProcess
 from tests.support.rollout_reader import RolloutReader
 from tests.support.tiny_model import TinyModelShape, write_tiny_model
@@ -141,10 +140,6 @@ def test_a_fully_asynchronous_rollout_function_trains_and_its_deaths_lose_no_gro
     assert summary["groups"]["trained"] == 4 * steps
     assert summary["max_staleness_seen"] <= 2
     assert any("rollout_function_ended" in log.read_text() for log in (tmp_path / "runs" / "kills" / "logs").glob("rollout*.log"))
-
-
-def trained(cards: list[ServiceStatus]) -> float:
-    return gauge(cards, "buffer", "trained_steps")
 
 
 def kill(run: LaunchedRun, victim: str) -> None:

@@ -12,8 +12,7 @@ from safetensors import safe_open
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from tests.e2e.conftest import write_small_run
-from tests.e2e.launched import LaunchedRun
-from tests.e2e.test_deaths import trained
+from tests.e2e.launched import LaunchedRun, trained
 from tests.support.converting import to_8_bits
 from tests.support.replayed_experts import log_probs_through
 from tests.support.tiny_model import PRINTABLE, character_tokenizer

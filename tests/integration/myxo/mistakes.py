@@ -2,7 +2,9 @@
 
 import json
 import re
+import resource
 import shutil
+import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -12,6 +14,14 @@ from shared.config.run_config import field_sections
 from tests.support.run_config import HELDOUT, values, write_jsonl
 
 Sections = dict[str, dict[str, Any]]
+
+LIMIT_S = 10.0
+"""Processor time that a refusal may take, children included: what a wait in a busy machine's queue adds is no fault of the command."""
+
+
+def processor_seconds() -> float:
+    children = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return time.process_time() + children.ru_utime + children.ru_stime
 
 
 @dataclass(frozen=True)

@@ -1,9 +1,7 @@
 """Data, labels and the machine before a start: what is refused, what is told only, and what is read."""
 
 import asyncio
-import resource
 import shutil
-import time
 from collections.abc import Sequence
 from typing import Any
 
@@ -19,17 +17,9 @@ from shared.config.run_config import RunConfig
 from shared.process.embedded_servers import EmbeddedNats
 from shared.runtime.errors import ConfigError
 from tests.integration.myxo.command import Myxo
-from tests.integration.myxo.mistakes import Input
+from tests.integration.myxo.mistakes import LIMIT_S, Input, processor_seconds
 from tests.integration.myxo.mistakes_of_data import GOOD, MATH, RATIONALE, Change, labels
 from tests.support.run_config import write_jsonl
-
-LIMIT_SECONDS = 10.0
-"""Processor time that a refusal may take, children included."""
-
-
-def processor_seconds() -> float:
-    children = resource.getrusage(resource.RUSAGE_CHILDREN)
-    return time.process_time() + children.ru_utime + children.ru_stime
 
 
 def test_a_model_that_fits_neither_disk_nor_memory(given: Input) -> None:
@@ -273,7 +263,7 @@ def test_a_run_of_that_name_with_another_config(given: Input, myxo: Myxo) -> Non
     assert myxo.dry_run(given.write(), *other, "--fresh") == (0, "")
     before = processor_seconds()
     code, out, err = myxo.run("up", given.write(), *other, standins=True)
-    assert processor_seconds() - before < LIMIT_SECONDS
+    assert processor_seconds() - before < LIMIT_S
     assert (code, out) == (2, "")
     assert [line.partition(": run test exists")[0] for line in err.splitlines()] == [
         "myxo: --max-staleness (rollout.max_staleness) = '1 → 3'",

@@ -4,15 +4,13 @@ Rows run as the command does, most of them in this process, for a process of the
 """
 
 import re
-import resource
-import time
 
 import pytest
 
 from myxo.commands import up
 from tests.integration.myxo import mistakes_of_data, mistakes_of_model, mistakes_of_newcomers
 from tests.integration.myxo.command import Myxo, ended
-from tests.integration.myxo.mistakes import Input, Mistake, grade
+from tests.integration.myxo.mistakes import LIMIT_S, Input, Mistake, grade, processor_seconds
 
 NEWCOMERS = mistakes_of_newcomers.MISTAKES
 MISTAKES = [*mistakes_of_model.MISTAKES, *mistakes_of_data.MISTAKES]
@@ -22,19 +20,11 @@ assert len({row.name for row in (*MISTAKES, *NEWCOMERS)}) == len(ROWS) > 100
 GRADED = [*NEWCOMERS, *(row for row in MISTAKES if row.name.startswith("a prompt "))]
 """Rows that are told with their place and what to do (`grade`)."""
 
-LIMIT_S = 10.0
-"""Processor time that a refusal may take, children included: what a wait in a busy machine's queue adds is no fault of the command."""
-
 LONGEST_LINE = 700
 """Characters of a line that is told: a mistake is not found in a whole object."""
 
 AS_PROCESS = [row for row in MISTAKES if row.name in ("a misspelt flag of SGLang's", "three mistakes, each told once")]
 """Rows that run as a process of their own, too."""
-
-
-def processor_seconds() -> float:
-    children = resource.getrusage(resource.RUSAGE_CHILDREN)
-    return time.process_time() + children.ru_utime + children.ru_stime
 
 
 def told(row: Mistake, given: Input, words: list[str], code: int, out: str, err: str) -> None:

@@ -213,6 +213,11 @@ def test_lines_are_read_once_and_anew_where_they_were_written_anew(tmp_path: Pat
     lines.with_name("new").write_text('[21.0, 1, {"train/loss": 0.125}]\n')
     lines.with_name("new").replace(lines)
     assert list(directory.read()) == [Scalar("train/loss", 1, 0.125, 21.0)]
+    lines.unlink()
+    lines.mkdir()
+    assert list(directory.read()) == [] and "Is a directory" in directory.unreadable
+    lines.rmdir()
+    assert list(directory.read()) == [] and not directory.unreadable, "it is asked for again"
 
 
 def test_event_files_of_an_earlier_release_are_read_or_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
