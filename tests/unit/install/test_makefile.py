@@ -164,11 +164,6 @@ def test_an_index_of_cpu_wheels_gives_torch_alone_and_is_remembered(checkout: Ch
 ENGINE = SHARED[0]
 
 
-@table("folder", WHOLE_RUNS)
-def test_its_folders_hold_tests(folder: str) -> None:
-    assert folder.endswith("/") and list((ROOT / folder).glob("test_*.py"))
-
-
 def test_a_piece_is_a_file_or_files_that_share_an_engine() -> None:
     assert piece_of("tests/e2e/test_objectives.py::test_a[tests/unit/x.py::y]") == "tests/e2e/test_objectives.py"
     assert [piece_of(f"{ENGINES}{name}.py::test_a") for name in ("turns", "router", "process")] == [*SHARED[::-1], f"{ENGINES}process.py"]
@@ -176,6 +171,7 @@ def test_a_piece_is_a_file_or_files_that_share_an_engine() -> None:
     assert all((ROOT / f"{ENGINES}{name}.py").is_file() for name in (*OWN_ENGINES, *OF_WEIGHTS))
     assert all((ROOT / f"{OF_RANKS}{name}.py").is_file() for name in COMPARED)
     assert all((ROOT / piece).is_file() for piece in LONGEST if piece not in (*SHARED, *RANKS))
+    assert all(folder.endswith("/") and list((ROOT / folder).glob("test_*.py")) for folder in WHOLE_RUNS)
 
 
 def test_what_processes_are_forked_with_is_there() -> None:

@@ -1,6 +1,7 @@
 """The optimizer step against plain PyTorch, and what it does when something is wrong."""
 
 import math
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -9,6 +10,7 @@ from services.trainer.parallel.loss_function import BadLoss
 from shared.config.trainer_section import LearningRateSchedule
 from tests.unit.trainer.megatron import rank_steps
 from tests.unit.trainer.megatron.rank_steps import exported, share, steps, weighted_loss
+from tests.unit.trainer.megatron.test_layouts import assert_steps
 from tests.unit.trainer.megatron.tiny import pack, sequences
 
 
@@ -44,7 +46,7 @@ def reference_steps(hf_dir, micro_batches, *, lr, clip, betas, eps, weight_decay
             total += loss.item()
         norm = torch.nn.utils.clip_grad_norm_(model.parameters(), clip).item()
         adam.step()
-        history.append((total, norm))
+        history.append(SimpleNamespace(loss=total, grad_norm=norm))
     return history, {name: p.detach() for name, p in model.state_dict().items()}
 
 
@@ -54,10 +56,7 @@ def test_steps_equal_plain_pytorch(kind, make_actor, hf):
     actor = make_actor(kind, **settings)
     data = [share(actor, seed) for seed in range(3)]
     expected, weights = reference_steps(hf(kind), data, lr=2e-3, clip=0.8, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1)
-    results = steps(actor, 3)
-    for result, (loss, norm) in zip(results, expected, strict=True):
-        assert result.loss == pytest.approx(loss, abs=1e-5)
-        assert result.grad_norm == pytest.approx(norm, abs=1e-4)
+    assert_steps(steps(actor, 3), expected)
     for name, tensor in exported(actor).items():
         torch.testing.assert_close(tensor, weights[name], atol=2e-5, rtol=0)
 
