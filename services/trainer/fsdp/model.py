@@ -380,8 +380,7 @@ def build(settings: TrainerSettings, hf_dir: Path, architecture: Architecture, r
 def _choose_trained(model: Any, freezing: Freezing, lora: Lora | None, seed: int) -> None:
     if lora is not None:
         attach(model, lora, seed)
-        return
-    if not freezing.nothing:
+    elif not freezing.nothing:
         freezing.check([name for name, _ in model.named_parameters()])
     for name, parameter in model.named_parameters():
         if not freezing.trains(name) or ".indexer." in name:  # a choice of keys has no gradient, and is not to decay

@@ -99,8 +99,7 @@ def fill(model: Any, held: dict[str, Tensor], directory: Path, own: bool) -> Non
     """
     sources = _all_sources(model, held, reader := reader_of(directory))
     if sources is None:  # named or laid out otherwise: transformers knows how to read it, as a whole
-        whole = _whole(reader, model)
-        given = whole.state_dict()
+        given = (whole := _whole(reader, model)).state_dict()
         if own:
             model._weight_conversions = getattr(whole, "_weight_conversions", None)
         for name, one in held.items():
