@@ -136,11 +136,11 @@ class ExternalServer:
         most, algorithm, needed = info.get("sampling_mask_max_tokens"), info.get("speculative_algorithm"), self._config.rollout.most_kept
         if self._config.kept_top_k and (algorithm or int(most or 0) < needed):
             yield f"it has sampling_mask_max_tokens = {most}, speculative_algorithm = {algorithm}: support_replay needs {needed} and none"
-        pushes, by_disk = self._config.pushes, self._config.weights.update_weight_transport == "disk"
+        pushes, draft = self._config.pushes, info.get("speculative_draft_model_path")  # versions change the model's path alone
         for name in (name for name in OF_OTHER_WEIGHTS if pushes and info.get(name.replace("-", "_"))):
             yield f"it runs with {name}, which it must not where it gets pushes: {OF_OTHER_WEIGHTS[name]}"
-        own = str(algorithm).upper() in OF_THE_MODEL and info.get("speculative_draft_model_path") in (None, info.get("model_path"))
-        if pushes and by_disk and not own and algorithm not in (None, "NONE"):
+        own = str(algorithm).upper() in OF_THE_MODEL and draft in (None, info.get("model_path"), info.get("tokenizer_path"))
+        if pushes and not own and algorithm not in (None, "NONE") and self._config.weights.update_weight_transport == "disk":
             yield f"with speculative_algorithm = {algorithm} it ends, or loads the policy as its draft, at a version from disk: take nccl"
 
     def _other_flags(self, info: Mapping[str, Any], quantized: bool) -> Iterator[str]:

@@ -394,8 +394,8 @@ class EngineClient(AbstractAsyncContextManager["EngineClient"]):
 
     async def _call_loader(self, deadline: float) -> None:
         tensors = [NO_TENSORS] * self.capabilities.ranks
-        body = {"serialized_named_tensors": tensors, "load_format": RECEIVER_LOADER, "flush_cache": False}
-        body["disable_draft_model"] = True  # the loader itself gives a draft what is its own; some of SGLang's workers of drafts fail here
+        # the loader itself gives a draft what is its own; some of SGLang's workers of drafts fail here
+        body = {"serialized_named_tensors": tensors, "load_format": RECEIVER_LOADER, "flush_cache": False, "disable_draft_model": True}
         await self.transport.post("/update_weights_from_tensor", body, deadline, "its receivers continue to their own deadline")
 
     async def begin_weight_update(self, *, deadline: float = CONTROL_SECONDS) -> None:

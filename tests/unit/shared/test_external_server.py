@@ -124,8 +124,9 @@ def test_what_the_run_has_too_is_taken(url: str, tmp_path: Path) -> None:
     answers.update({"/server_info": KEEPING})
     ExternalServer(config_of(tmp_path, url, rollout_top_p=0.9), url).describe()
     drafting = {"speculative_algorithm": "EAGLE", "speculative_draft_model_path": "/there", "model_path": "/there"}
-    answers.update({"/server_info": INFO | drafting})
-    ExternalServer(config_of(tmp_path, url, sglang={"speculative_algorithm": "EAGLE"}), url).describe()
+    for info in (drafting, drafting | {"model_path": "/version", "tokenizer_path": "/there"}):
+        answers.update({"/server_info": INFO | info})
+        ExternalServer(config_of(tmp_path, url, sglang={"speculative_algorithm": "EAGLE"}), url).describe()
     answers.update({"/server_info": INFO | {"speculative_algorithm": "NGRAM", "enable_lmcache": True}})
     loaded_by_nobody = config_of(tmp_path, url, sglang={"speculative_algorithm": "NGRAM"}).with_fields(debug={"debug_rollout_only": True})
     ExternalServer(loaded_by_nobody, url).describe()
