@@ -197,9 +197,9 @@ class CaseMeasurement:
         import torch
 
         from services.trainer.actor import Actor
+        from services.trainer.backend import TrainerSettings
         from services.trainer.packing import pack
         from services.trainer.parallel import runtime
-        from services.trainer.trainer_settings import TrainerSettings
 
         torch.set_num_threads(1)
         actor = Actor.create(TrainerSettings.from_run(self.config), self.model)

@@ -97,8 +97,8 @@ def save_on_one_rank(directory: Path) -> dict[str, Any]:
     import torch
 
     from services.trainer.actor import Actor
+    from services.trainer.backend import TrainerSettings
     from services.trainer.packing import PackedBatch
-    from services.trainer.trainer_settings import TrainerSettings
     from shared.config.trainer_section import TrainerSection
 
     torch.set_num_threads(1)

@@ -17,7 +17,7 @@ from benchmarks.end_to_end.length_distribution import LengthDistribution
 from benchmarks.end_to_end.prediction import MeasuredEngine, at_context, predicted
 from benchmarks.page_table import put_table
 from services.buffer.policy import Order
-from services.buffer.simulation.simulate_command import Simulated
+from services.buffer.simulate_command import Simulated
 
 ROOT = Path(__file__).parents[1]
 RECORD, RESULT = (ROOT / "benchmarks" / "results" / name for name in ("end_to_end_h200.json", "lending.json"))

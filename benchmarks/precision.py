@@ -132,7 +132,7 @@ def by_precision(precision: str, arguments: argparse.Namespace, directory: Path)
     from services.rollout.engine.engine_process import EngineProcess
     from services.rollout.replica_command import replica_command
     from services.trainer.actor import Actor
-    from services.trainer.trainer_settings import TrainerSettings
+    from services.trainer.backend import TrainerSettings
     from services.trainer.weights.stage_sender import StageSender
 
     model, options = arguments.model, PRECISIONS[precision]

@@ -187,9 +187,9 @@ def measured(model: Path, samples: "list[Sample]", choices: "ExpertChoices", dty
     import torch
 
     from services.trainer.actor import Actor
+    from services.trainer.backend import TrainerSettings
     from services.trainer.packing import pack
     from services.trainer.parallel import runtime
-    from services.trainer.trainer_settings import TrainerSettings
     from shared.config.trainer_section import TrainerSection
 
     section = TrainerSection(train_dtype=dtype, train_device=device)

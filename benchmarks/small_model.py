@@ -64,8 +64,8 @@ def measure(case: str, given: argparse.Namespace) -> dict[str, Any]:
 
     from services.trainer import flops
     from services.trainer.actor import Actor
+    from services.trainer.backend import TrainerSettings
     from services.trainer.objective.loss import PolicyLoss
-    from services.trainer.trainer_settings import TrainerSettings
     from shared.config.algorithm import AlgorithmSection
     from shared.config.trainer_section import TrainerSection
     from shared.model.memory_plan import plan_trainer

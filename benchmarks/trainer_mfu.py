@@ -152,9 +152,9 @@ def measure(case: str, arguments: argparse.Namespace) -> dict[str, Any] | None:
 
     from services.trainer import flops
     from services.trainer.actor import Actor
+    from services.trainer.backend import TrainerSettings
     from services.trainer.megatron.moe import GroupedExperts
     from services.trainer.objective.loss import PolicyLoss
-    from services.trainer.trainer_settings import TrainerSettings
     from shared.config.algorithm import AlgorithmSection
 
     GroupedExperts.loops = arguments.loop

@@ -117,7 +117,7 @@ def measure(cases: list[str], steps: int) -> list[dict[str, Any]]:
     import torch
 
     from services.trainer.actor import Actor
-    from services.trainer.trainer_settings import TrainerSettings
+    from services.trainer.backend import TrainerSettings
     from shared.config.trainer_section import TrainerSection
 
     on_gpu = torch.cuda.is_available()

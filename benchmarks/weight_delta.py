@@ -103,8 +103,8 @@ def main() -> int:
 def measure(name: str, steps: int) -> list[dict[str, Any]]:
     """One case, in this process: a row for each step."""
     from services.trainer.actor import Actor
+    from services.trainer.backend import TrainerSettings
     from services.trainer.objective.loss import PolicyLoss
-    from services.trainer.trainer_settings import TrainerSettings
     from shared.config.algorithm import AlgorithmSection
     from shared.config.trainer_section import TrainerSection
     from shared.transfer.weight_checkpoint import LocalCheckpoint, WeightCheckpoints
@@ -148,8 +148,8 @@ def encoded(name: str, steps: int, every: int, path: Path | None) -> list[dict[s
     import numpy as np
 
     from services.trainer.actor import Actor
+    from services.trainer.backend import TrainerSettings
     from services.trainer.objective.loss import PolicyLoss
-    from services.trainer.trainer_settings import TrainerSettings
     from shared.config.algorithm import AlgorithmSection
     from shared.config.trainer_section import TrainerSection
     from shared.transfer.manifest import ITEM_BYTES

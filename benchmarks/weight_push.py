@@ -149,8 +149,8 @@ class Bench:
 
     def _with_trainer(self, model: Path, stage: Any) -> None:
         from services.trainer.actor import Actor
+        from services.trainer.backend import TrainerSettings
         from services.trainer.commands import CommandBroadcast, Leave, Push
-        from services.trainer.trainer_settings import TrainerSettings
         from services.trainer.weights.pusher import Pusher
         from shared.config.trainer_section import TrainerSection, WeightsSection
 

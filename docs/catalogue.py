@@ -14,17 +14,17 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_typ
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
-from services.buffer.outcome_check import ROLE_OUTCOMES
+from services.buffer.outcome_consumer import ROLE_OUTCOMES
 from shared.bus.streams import DUPLICATE_WINDOW
 from shared.bus.subjects import EVAL, PRODUCER, TRAIN, Subjects
 from shared.config.service_sections import BusSection
-from shared.schema import client_commands, ledger, messages, service_messages, weight_messages
+from shared.schema import ledger, messages, service_messages, weight_messages
 from shared.schema.ledger import LedgerRecord
 from shared.schema.message import SCHEMA, Message, Part, Tokens
 
 PAGE = Path(__file__).with_name("messages.md")
 
-MODULES = (messages, service_messages, weight_messages, client_commands)
+MODULES = (messages, service_messages, weight_messages)
 """The modules of the wire schema, in the order of the page."""
 
 _LIMITS = {"gt": "> {}", "ge": "≥ {}", "lt": "< {}", "le": "≤ {}", "min_length": "at least {} long", "pattern": "matches `{}`"}
@@ -57,8 +57,8 @@ def render() -> str:
     lines = [
         "# Messages",
         "",
-        "Written by `python -m docs.catalogue` from `messages.py`, `service_messages.py`, `weight_messages.py`, `client_commands.py` and",
-        "`ledger.py` in `shared/schema`. Do not edit.",
+        "Written by `python -m docs.catalogue` from `messages.py`, `service_messages.py`, `weight_messages.py` and `ledger.py` in",
+        "`shared/schema`. Do not edit.",
         "",
         f'Every message is a MessagePack map `{{"schema": {SCHEMA}, "kind": <name>, …fields}}`. A receiver refuses an unknown schema',
         "version, an unknown kind, an unknown or missing field and a value that does not fit, naming it. An array is a map",

@@ -9,12 +9,11 @@ import io
 import sys
 from collections.abc import Container, Sequence
 
-from myxo.display.safe_console import SafeConsole
+from myxo.display import SafeConsole
 from shared import __version__
-from shared.runtime import exit_codes, telemetry
+from shared.runtime import exit_codes, quick_imports, telemetry
 from shared.runtime.errors import nearest
 from shared.runtime.exit_codes import Parser, complain, ended
-from shared.runtime.quick_imports import quick_imports
 
 # Command → the function in `myxo.commands` that declares its arguments and what runs it, and its short help. Only the module of the command
 # that is run is imported: `myxo --help` answers at once.
@@ -23,7 +22,7 @@ COMMANDS = {
     "init": ("init:declare", "write a first config for a model and a file of prompts"),
     "up": ("up:declare_up", "run a config's run on this machine"),
     "train": ("up:declare_train", "run a run on this machine from flags alone, slime's and Megatron's among them"),
-    "serve": ("serve:declare", "serve a model to clients of the Tinker SDK, who train and sample by loops of their own"),
+    "serve": ("up:declare_serve", "serve a model to clients of the Tinker SDK, who train and sample by loops of their own"),
     "try": ("try_functions:declare", "call your own functions on two prompts, in seconds, and say what is wrong with them"),
     "plan": ("plan:declare", "the memory that a config needs of its GPUs, and what would lower it; exits 1 where it does not fit"),
     "submit": ("up:declare_submit", "put a config's run on an external bus"),
@@ -50,7 +49,7 @@ COMMANDS = {
     "console": ("console:declare", "a run in the browser, also when it is over: curves, flow, weights, samples, health"),
     "trace": ("trace:declare", "the timeline of a run for Perfetto: groups, trainer, pushes, services"),
     "summary": ("status:declare_summary", "what a run came to: summary.json, a picture, a table"),
-    "compare": ("compare:declare", "what differs in the configs and the results of runs, and their rewards on one picture"),
+    "compare": ("status:declare_compare", "what differs in the configs and the results of runs, and their rewards on one picture"),
     "completion": ("flag_list:declare_completion", "a script that completes commands, flags and runs in your shell"),
 }
 

@@ -1,4 +1,4 @@
-"""What `services.buffer.simulation` predicts for a measured workload: lengths as they are drawn, the engine's speed as it was measured.
+"""What `myxo simulate` predicts for a measured workload: lengths as they are drawn, the engine's speed as it was measured.
 
 An engine is the slower the more requests begin one by one: each prefill stops all that run. So its decoding is measured apart, with
 requests that all begin at once, and what it is slower where each one's end is followed by a new one is put down to the prefills.
@@ -18,8 +18,8 @@ from numpy.random import Generator
 
 from benchmarks.end_to_end.length_distribution import DRAWN, LengthDistribution
 from services.buffer.policy import Order
-from services.buffer.simulation.simulate_command import Setting, Simulated, SimulationPlan
-from services.buffer.simulation.world import DECILES, Floats, WorkloadModel
+from services.buffer.simulate_command import Setting, Simulated, SimulationPlan
+from services.buffer.simulated_world import DECILES, Floats, WorkloadModel
 from services.rollout.request_slots import lot
 
 STEPS, WARM_UP = 40, 10

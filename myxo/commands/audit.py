@@ -18,9 +18,9 @@ from shared.config.run_config import RunConfig
 from shared.data.rollout_files import DIRECTORY, trained_groups
 from shared.runtime import exit_codes
 from shared.runtime.safe_text import by_fault, figure_table, json_text
-from shared.schema.client_commands import LogEntry
 from shared.schema.ledger import LedgerRecord
 from shared.schema.ledger_audit import Audit, AuditReport
+from shared.schema.messages import LogEntry
 
 # Names of a report's figures in JSON, where they are others.
 JSON_NAMES = {"max_staleness": "max_staleness_seen", "masked": "masked_samples", "removed": "removed_samples", "amended": "amended_groups"}

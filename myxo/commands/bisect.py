@@ -25,17 +25,16 @@ from myxo.commands.evaluate import chosen_version, materialized, versions_on_dis
 from myxo.commands.export_run import config_of
 from myxo.commands.samples import stored_sample
 from myxo.commands.up import with_flags
-from myxo.display.safe_console import SafeConsole
+from myxo.display import SafeConsole
 from myxo.run import layer_comparison as comparison
 from myxo.run.layer_comparison import Captures, OperationDifference
 from shared.config import devices, flags
 from shared.config.run_config import RunConfig
-from shared.data.tokenizer_files import local_tokenizer
-from shared.model.architecture import Architecture
+from shared.hub.hub_resolve import local_tokenizer
+from shared.model.architecture import OPERATIONS, ROUNDINGS, Architecture
 from shared.model.engine_checkpoint import quantized
 from shared.model.families import architecture_of, read_architecture
 from shared.model.hf_checkpoint import weight_files
-from shared.model.layer_operations import OPERATIONS, ROUNDINGS
 from shared.model.quantization import quantization_of
 from shared.process.child_process import ChildProcess
 from shared.runtime import exit_codes

@@ -48,7 +48,7 @@ def count(text: str) -> int:
 
 
 MODULES = {
-    "simulate": "services.buffer.simulation",
+    "simulate": "services.buffer.simulate_command",
     "convert": "services.trainer.convert_command",
     "replay": "services.trainer.batch_replay",
 }

@@ -17,12 +17,11 @@ from rich.console import Console
 from myxo.commands.command_arguments import add_json, add_run
 from myxo.commands.export_run import config_of, converted
 from myxo.commands.up import up, with_flags
-from myxo.display.safe_console import SafeConsole
+from myxo.display import SafeConsole
 from myxo.launch.exit_report import evaluation_details
 from myxo.preflight import Source
-from myxo.run import config_toml
 from myxo.run.run_directory import RunDirectory, checkpoints
-from shared.config import flags
+from shared.config import config_reading, flags
 from shared.config.run_config import RunConfig
 from shared.model.final_exports import export_directory, exported_steps, hf_directory
 from shared.model.quantization import entry_format
@@ -142,7 +141,7 @@ def _run(parsed: argparse.Namespace, console: Console) -> int:
     model = materialized(item, directory / f"v{item.version:06d}-model")
     own = evaluating(config, item.version, model)
     path = directory / f"v{item.version:06d}.toml"
-    replace_file(path, config_toml.dump(own).encode(), mode=0o600)
+    replace_file(path, config_reading.dump(own).encode(), mode=0o600)
     code = up(Source.of(path, []), output, fresh=True)
     if code == exit_codes.DONE:
         figures = _figures(config, own, item.version)

@@ -15,15 +15,15 @@ from rich.console import Console
 from rich.text import Text
 
 from myxo.commands.command_arguments import add_json, add_run, count, number
-from myxo.display.safe_console import SafeConsole
+from myxo.display import SafeConsole
 from myxo.display.sample_page import Pieces, ShownGroup, as_plain, json_line, page, responses, row_as_plain, table
 from myxo.run.run_access import Access, given_servers, payloads, reach
 from myxo.run.run_directory import RunDirectory, find
 from shared.bus import streams
 from shared.bus.subjects import Subjects
-from shared.data.read_progress import ReadProgress
 from shared.data.rollout_files import DIRECTORY, EVALUATED, FAILED, files
-from shared.data.tokenizer_files import local_tokenizer
+from shared.data.rows import ReadProgress
+from shared.hub.hub_resolve import local_tokenizer
 from shared.runtime import exit_codes
 from shared.runtime.errors import ConfigError
 from shared.schema.ledger import LedgerRecord, eval_group_parts, group_id

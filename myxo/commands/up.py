@@ -1,4 +1,5 @@
 """``myxo up``, ``myxo train`` and ``myxo submit``: a run from a config file, or from flags alone as slime's ``python train.py`` has it.
+``myxo serve``: training as an API for clients of the Tinker SDK, by servers, engines, a trainer and an endpoint here.
 
 Where a run has saved before, its services continue by themselves: the trainer in `services.trainer.loop.Trainer.run`, the buffer in
 `services.buffer.buffer_service`.
@@ -24,21 +25,22 @@ import structlog
 from rich.console import Console
 
 from myxo.commands.export_run import begun_from
+from myxo.display.progress_display import Display
 from myxo.launch.exit_report import next_commands
-from myxo.launch.launcher import Launch, refuse_others
+from myxo.launch.launcher import TICK_SECONDS, Launch, refuse_others
 from myxo.launch.node_launch import NodeLaunch, is_first_node, settle_node_rank
 from myxo.launch.service_plan import SERVICE_MODULES
+from myxo.launch.supervisor import AT_WORK, StopReason, Supervisor
 from myxo.preflight import Source, checked, checked_config
 from myxo.preflight.inspection import Inspection
 from myxo.preflight.machine_checks import memory_bytes
 from myxo.preflight.run_plan import GB, plan_of
-from myxo.run import config_toml
 from myxo.run.run_access import GivenServers, check_servers, given_servers, make_run, on_bus
 from myxo.run.run_directory import SNAPSHOT, RunDirectory, checkpoints
 from shared import __version__, hooks
 from shared.bus import runs
 from shared.bus.bus_errors import BUS_ERRORS
-from shared.bus.connection import redacted
+from shared.bus.connection import Bus, redacted
 from shared.config import config_reading, devices, flags, slime_script
 from shared.config.config_layers import Layers, lay_custom_config, over
 from shared.config.flags import CommandLine
@@ -53,6 +55,7 @@ from shared.runtime.errors import ConfigError, MyxoError, raise_problems
 from shared.runtime.host import host_memory
 from shared.runtime.safe_text import printable_line, say
 from shared.schema.ledger import ValuesChanged
+from shared.view.live_services import newest_gauges
 
 REPLAY_MODULE = "services.trainer.batch_replay"
 SIGNALS = (signal.SIGINT, signal.SIGTERM)  # signals at which the trainer saves and ends
@@ -203,7 +206,7 @@ def _run_dry(inspection: Inspection, asked: DryRun, console: Console) -> int:
         inspection.notes.append(warning)
         say(f"myxo: {printable_line(warning, exit_codes.LONGEST_ERROR)}")
     if asked.prints_config:
-        console.file.write(config_toml.dump(inspection.frozen.shown()))
+        console.file.write(config_reading.dump(inspection.frozen.shown()))
         return exit_codes.DONE
     for head, text in _verdict(inspection, results):
         console.print(f"{head:10}{text}", markup=False, highlight=False, soft_wrap=True)
@@ -426,3 +429,69 @@ def _frozen(given: CommandLine) -> dict[str, Any]:
     asked = given.overrides.get("rollout", {})
     counted = {"num_rollout", "num_rollout_per_epoch"} if "num_epoch" in asked and "num_rollout" not in asked else set()
     return config.model_dump(mode="json", exclude={"rollout": counted})
+
+
+_SERVE = """Serve a model to clients of the Tinker SDK: they train adapters of it (or, without lora_rank, all of it) and sample from what
+they trained, by a loop of their own.
+
+Starts an embedded NATS server and Valkey (unless NATS_URL and REDIS_URL name others), engines, the trainer and the endpoint, and restarts
+whatever dies: clients' commands are in a log, and their futures resolve. Ctrl-C stops everything in order; the same command continues."""
+
+# What a config need not say where commands come from outside
+SERVE_DEFAULTS: dict[str, dict[str, Any]] = {
+    "rollout": {"num_rollout": 0, "rollout_batch_size": 1, "rollout_max_response_len": 1},
+    "tinker": {"tinker_endpoint": True},
+}
+LOOK_SECONDS = 1.0
+
+
+class Serving(Launch):
+    """A launch that serves until it is stopped."""
+
+    async def _until_end(self, bus: Bus, supervisor: Supervisor, polling: asyncio.Task[None], shown: Display) -> StopReason | None:
+        shown.close()
+        look_at, reported = 0.0, ""
+        while not self._signals:
+            now = time.monotonic()
+            self._tick_servers(bus, now)
+            supervisor.note_ready(self._statuses)
+            if now >= look_at:
+                look_at = now + LOOK_SECONDS
+                self._waits.see(self._situation(bus, supervisor.statuses(now), self._disk.text), time.time())
+            done = self._progress.seen(0, newest_gauges(self._statuses, "trainer"))  # what dies without answers to clients is given up
+            if (reason := supervisor.tick(now, done, hold=bool(self._disk.text))) is not None:
+                return reason
+            if polling.done():
+                polling.result()
+            at_work = [status for status in self._statuses if status.state in AT_WORK]
+            url = next((status.engine for status in at_work if status.service == "gateway"), "")
+            if url and {"gateway", "rollout", "trainer"} <= {status.service for status in at_work} and url != reported:
+                reported = url
+                self._say(f"Serving {self._config.tinker.tinker_model_name or self._config.model.hf_checkpoint}: TINKER_BASE_URL={url}")
+            await asyncio.sleep(TICK_SECONDS)
+        return None
+
+    def _interrupted(self) -> int:
+        first = self._signals[0]
+        self._say(f"Stopped by {first.name}; `{self._again}` continues, with all that clients have trained.")
+        return 128 + first
+
+
+def declare_serve(command: argparse.ArgumentParser) -> None:
+    """Declares the arguments of ``myxo serve``."""
+    with_flags(command, _SERVE, "CONFIG [--fresh]", _serve)
+    command.add_argument("config", metavar="CONFIG", type=Path, help="a TOML file: run, model, trainer, rollout, tinker")
+    command.add_argument("--fresh", action="store_true", help="remove what clients have done so far")
+
+
+def _serve(parsed: argparse.Namespace, console: Console) -> int:
+    source = Source.of(parsed.config, parsed.flags)
+    file = Layers()
+    file.read(parsed.config)
+    lost = [field for field in (f"rollout.{name}" for name in SERVE_DEFAULTS["rollout"]) if field in file.origins]
+    source.given.notes += [f"{field} changes nothing: clients say what is trained and sampled" for field in lost]
+    source.given.overrides = over(SERVE_DEFAULTS, source.given.overrides)
+    config, given = checked_config(source, starts=True, fresh=parsed.fresh), given_servers()
+    directory, again = RunDirectory(config.run.root), continuing(config, source, "serve")
+    with claimed(config, directory, parsed.fresh, given), logged(config, directory, LAUNCHER):
+        return asyncio.run(Serving(config, directory, given, console, fresh=parsed.fresh, again=again).run())

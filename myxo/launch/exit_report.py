@@ -12,10 +12,9 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from myxo.display import reward_chart
+from myxo.display import SafeConsole, reward_chart
 from myxo.display.progress_display import alarm_lines
 from myxo.display.reward_chart import text_chart
-from myxo.display.safe_console import SafeConsole
 from myxo.run.run_directory import RunDirectory, checkpoints
 from shared.bus.connection import TRANSIENT, Bus
 from shared.config.run_config import RunConfig

@@ -30,7 +30,7 @@ from shared.data import data_files, reasoning_gym_source
 from shared.data.data_files import DataFile
 from shared.data.demonstrations import TRAINED_ROLE, DemonstrationFile
 from shared.data.prompts import Chat, PromptFile, TrainingPrompts, fingerprint, spread
-from shared.data.read_progress import ReadProgress
+from shared.data.rows import ReadProgress
 from shared.data.tokenizer import Tokenizer
 from shared.rewards.names import REASONING_GYM, RUNS_CODE, VERIFIERS, base, missing_package, needs_label
 from shared.rewards.reference import label_text

@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from shared.model.layer_operations import names
+from shared.model.architecture import operation_names
 from shared.transfer.tensor_file import TensorFiles
 
 Array = NDArray[Any]
@@ -91,7 +91,7 @@ class OperationDifference:
     """One operation's difference.
 
     Args:
-        name: of `shared.model.layer_operations`. error, bound: relative, of log-probs in nats. token: the worst one's index.
+        name: of `shared.model.architecture.operation_names`. error, bound: relative, of log-probs in nats. token: the worst one's index.
         tied: tokens that went to other experts since rounding decides between these, and that are left out.
     """
 
@@ -143,7 +143,7 @@ def errors(found: Array, reference: Array, absolute: bool = False) -> Array:
 def differences(captures: Captures, layers: int) -> tuple[list[OperationDifference], list[str]]:
     """Returns the differences in the order of the computation, and the operations that could not be compared."""
     found, missing, tied = list[OperationDifference](), list[str](), np.zeros(0, bool)
-    for name in names(layers):
+    for name in operation_names(layers):
         there = [name in one for one in (captures.engine, captures.substituted)]
         if not any(there):
             continue

@@ -1,6 +1,6 @@
 """``python -m services.buffer``: the buffer of the run named by MYXO_RUN."""
 
-from shared.runtime.quick_imports import quick_imports
+from shared.runtime import quick_imports
 
 with quick_imports():
     from services.buffer.buffer_service import serve

@@ -1,26 +1,71 @@
-"""Takes what services send about groups (rewards, failures, interruptions) from their queue, and has the buffer decide about it."""
+"""Takes what services send about groups (rewards, failures, interruptions) from their queue, and has the buffer decide about it.
+
+A role's services report on a subject of their own, which only their account may publish on: a reward that a rollout replica reports is
+none, whatever it claims. An outcome may name the blobs of its own attempt alone: the buffer frees what is named to it, and the trainer
+reads it.
+"""
 
 import itertools
 import time
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 
-from services.buffer import batch_repair, outcome_check, policy
+from services.buffer import policy
 from services.buffer.buffer_config import BufferConfig
 from services.buffer.ledger_writer import BadRecord
 from services.buffer.state import BufferState
 from services.buffer.store_room import has_lost
 from shared.bus.streams import scored_consumer
+from shared.bus.subjects import GATEWAY, REWARD, ROLLOUT, Subjects
 from shared.bus.work_queue import MessageLease, WorkQueue
 from shared.runtime.errors import INFRASTRUCTURE, TASK
 from shared.runtime.telemetry import declare_metrics
 from shared.schema.ledger import PAYLOAD_LOST, LedgerRecord, is_evaluation
-from shared.schema.messages import Failed, GroupOutcome, Outcome, Scored, Wanted
+from shared.schema.messages import Discarded, Evaluated, Failed, GroupOutcome, Interrupted, Outcome, Scored, Wanted
 from shared.service.service_base import Service
 
 declare_metrics("outcomes_refused_total | | outcomes that came from somebody who may not report them, or cannot be")
 
 FETCH = 256  # Outcomes that are taken at once
 Decision = Callable[[], Sequence[LedgerRecord]]
+
+
+# The outcomes that a role's services report
+ROLE_OUTCOMES: dict[str, tuple[type[Outcome], ...]] = {
+    ROLLOUT: (Failed, Interrupted, Discarded, Wanted, Evaluated),
+    REWARD: (Scored, Failed),
+    GATEWAY: (Failed,),
+}
+
+
+def source_refusal(names: Subjects, subject: str, outcome: Outcome) -> str | None:
+    """Returns why an outcome that came on ``subject`` is not taken; None: it is."""
+    if any(subject == names.scored(role) and isinstance(outcome, kinds) for role, kinds in ROLE_OUTCOMES.items()):
+        return None
+    return f"a {type(outcome).__name__} of {outcome.group} came on {subject}, on which none may be reported"
+
+
+def checked(outcome: Outcome, subjects: Subjects, *, last: bool) -> GroupOutcome:
+    """Returns the outcome, or the failure of its group that stands for one that is not taken.
+
+    Args:
+        last: whether it is delivered for the last time: buffers have died or stood still with it in hand.
+    """
+    assert isinstance(outcome, GroupOutcome)  # what is decoded is none of a base
+    payload = outcome.payload
+    keys = [] if payload is None else payload.keys
+    prefix = subjects.payload_prefix(outcome.group, outcome.attempt)
+    own = list(dict.fromkeys(key for key in keys if key.startswith(prefix)))
+    fault = TASK
+    if other := next((key for key in keys if not key.startswith(prefix)), None):
+        reason = f"names the blob {other}, which is not its own"
+    elif len(own) < len(keys):
+        reason = "names a blob twice"
+    elif last:
+        reason, fault = "was delivered too often", INFRASTRUCTURE
+    else:
+        return outcome
+    kept = None if payload is None or not own else payload.model_copy(update={"keys": own, "sizes": ()})
+    return Failed(group=outcome.group, attempt=outcome.attempt, reason=f"its outcome {reason}", by=policy.BUFFER, fault=fault, payload=kept)
 
 
 class OutcomeConsumer:
@@ -45,7 +90,7 @@ class OutcomeConsumer:
     ) -> None:
         self._service, self._limits, self._state = service, limits, state
         self._held, self._decide, self._free, self._admits, self._most_pictures = held, decide, free, admits, most_pictures
-        self._queue = WorkQueue(service.bus, scored_consumer(service.run, service.config.bus), Outcome, self._unread, outcome_check.BUFFER)
+        self._queue = WorkQueue(service.bus, scored_consumer(service.run, service.config.bus), Outcome, self._unread, policy.BUFFER)
 
     async def run(self) -> None:
         """Takes outcomes until cancelled; acks each once it is in the ledger."""
@@ -53,7 +98,7 @@ class OutcomeConsumer:
             fetched = await self._queue.fetch(FETCH)
             await self._held()  # a state that may be behind must not ignore any message
             leases = [lease for lease in fetched if not await self._misplaced(lease)]
-            found = [(outcome_check.checked(lease.message, self._service.subjects, last=lease.last), lease) for lease in leases]
+            found = [(checked(lease.message, self._service.subjects, last=lease.last), lease) for lease in leases]
             for scored, row in itertools.groupby(found, lambda each: isinstance(each[0], Scored)):  # rewards in a row together
                 pairs = list(row)
                 if scored:
@@ -83,13 +128,13 @@ class OutcomeConsumer:
         if is_evaluation(outcome.group):  # it ends without rewards, and no one is at fault
             await self.settle([outcome.model_copy(update={"reason": PAYLOAD_LOST})])
             return True
-        await self._decide(lambda: batch_repair.lost_failed(self._state, outcome, time.time()))
+        await self._decide(lambda: policy.lost_failed(self._state, outcome, time.time()))
         group = self._state.groups.get(outcome.group)
         return group is not None and group.attempt > outcome.attempt
 
     async def _misplaced(self, lease: MessageLease[Outcome]) -> bool:
         """Returns whether an outcome came from somebody who may not report it; it is then gone from the queue."""
-        reason = outcome_check.source_refusal(self._service.subjects, lease.subject, lease.message)
+        reason = source_refusal(self._service.subjects, lease.subject, lease.message)
         if reason is not None:
             self._service.metrics.add("outcomes_refused")
             self._service.log.error("outcome_refused", group=lease.message.group, attempt=lease.message.attempt, error=reason)
@@ -115,4 +160,4 @@ class OutcomeConsumer:
         self._service.metrics.add("outcomes_refused")
         self._service.log.error("outcome_refused", group=outcome.group, attempt=outcome.attempt, error=reason)
         if not isinstance(outcome, Failed):
-            await self.settle([Failed(group=outcome.group, attempt=outcome.attempt, reason=reason, by=outcome_check.BUFFER, fault=TASK)])
+            await self.settle([Failed(group=outcome.group, attempt=outcome.attempt, reason=reason, by=policy.BUFFER, fault=TASK)])

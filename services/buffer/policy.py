@@ -4,6 +4,13 @@ records to the ledger, folds them into the state, and only then acts on them.
 Admission: while weights of version v are live, groups are admitted for the steps k with version(k) ≤ v + max_staleness, and dropped and
 dead ones are replaced. A batch trained on version V trains no token older than V − max_staleness: `services.buffer.staleness` decides about
 what is older when the batch is formed, `in_order` which of the others it takes.
+
+Refusals: after three by the trainer a group leaves its batch, and another takes its place. The counts are in the ledger, so neither the
+trainer's deaths nor the buffer's begin them anew.
+
+Lost payloads: a store acknowledges what it has not written to its disk yet. What it loses with its process is no group's fault, so the
+group is generated anew from its prompt, unless it happens to the same one again and again: then something removes payloads, and the run has
+to say so.
 """
 
 import statistics
@@ -12,17 +19,18 @@ from collections.abc import Iterable, Mapping, Sequence, Set
 from itertools import islice
 from typing import Literal
 
-from services.buffer import evaluation, outcome_check, staleness
+from services.buffer import evaluation, staleness
 from services.buffer.buffer_config import BufferConfig
 from services.buffer.staleness import StalenessDecision
-from services.buffer.state import BufferState, GroupState, trained_of
-from shared.runtime.errors import POLICY, TASK, MyxoError
+from services.buffer.state import BatchRecord, BufferState, GroupState, trained_of
+from shared.runtime.errors import INFRASTRUCTURE, POLICY, TASK, MyxoError
 from shared.schema import codec, ledger
-from shared.schema.ledger import LedgerRecord, eval_group_parts, group_number
+from shared.schema.ledger import PAYLOAD_LOST, LedgerRecord, eval_group_parts, group_number
 from shared.schema.messages import (
     Attestation,
     Batch,
     BatchGroup,
+    BatchRefused,
     Discarded,
     Evaluated,
     Failed,
@@ -35,6 +43,11 @@ from shared.schema.messages import (
     ScoredGroup,
     Wanted,
 )
+from shared.schema.sample import too_long
+
+BUFFER = "buffer"  # Who gives up a group for an outcome that is not taken
+MOST_LOST = 3  # Losses of one group after which it is not generated again, where somebody gives it up
+MOST_REFUSALS = 3  # Refusals after which a group is dead: what a new reading of the payload repairs is over by then
 
 Order = Literal["completion", "windowed_fifo", "fifo"]
 
@@ -146,8 +159,8 @@ def scored(state: BufferState, limits: BufferConfig, messages: list[Scored], now
             continue
         decided.add(name)
         if group is None:
-            records += evaluation.came_back(state, outcome_check.aligned(message), now)
-        elif (problem := outcome_check.group_problem(message, state, limits)) is not None:
+            records += evaluation.came_back(state, aligned(message), now)
+        elif (problem := group_problem(message, state, limits)) is not None:
             fault = POLICY if max(message.payload.tokens, default=0) > limits.longest_sample else TASK  # too long is the model's
             records.append(ledger.GroupDead(group=name, reason=problem, fault=fault, payload=message.payload, at=now))
         else:
@@ -159,6 +172,46 @@ def scored(state: BufferState, limits: BufferConfig, messages: list[Scored], now
     records += [ledger.GroupsScored(groups=fresh[at : at + size], at=now) for at in range(0, len(fresh), size)]
     records += [ledger.GroupsDropped(groups=names, reason=f"{FILTERED}: {reason}", at=now) for reason, names in filtered.items()]
     return records
+
+
+def aligned(message: Scored) -> Scored | Failed:
+    """Returns the rewards of a held-out prompt, or its failure where they do not belong to its samples."""
+    problem = _alignment_problem(message)
+    if problem is None:
+        return message
+    return Failed(group=message.group, attempt=message.attempt, reason=problem, by=BUFFER, fault=TASK, payload=message.payload)
+
+
+def group_problem(message: Scored, state: BufferState, limits: BufferConfig) -> str | None:
+    """Returns what is wrong with a training group that should hold one or more samples of each rollout, none longer than a micro-batch.
+
+    Rollouts may be missing, as far as the run's `min_rollouts` allows: what made them failed.
+    """
+    rollouts, lengths = limits.rollout.n_samples_per_prompt, message.payload.tokens
+    samples, rewards = len(message.samples), len(message.rewards)
+    origins = message.rollouts or range(samples)
+    if not samples == rewards == len(origins) or not limits.rollout.fewest_rollouts <= len(set(origins)) <= rollouts:
+        return f"{samples} samples of {len(set(origins))} rollouts, with {rewards} rewards, came back for {rollouts} rollouts"
+    if lengths and max(lengths) > limits.longest_sample:
+        return f"sample {message.group}/{lengths.index(max(lengths))} {too_long(max(lengths), limits.longest_sample)}"
+    newest, problem = max(state.live_version, limits.newest_version(state.formed_steps)), _alignment_problem(message)
+    wrong = ((index, one) for index, one in enumerate(message.samples) if not one.oldest <= one.newest <= newest)
+    for index, one in wrong if problem is None else ():
+        return f"sample {index} holds tokens of versions {one.oldest} to {one.newest}; the newest that there can be is {newest}"
+    return problem
+
+
+def _alignment_problem(message: Scored) -> str | None:
+    samples, rewards, rollouts = len(message.samples), len(message.rewards), len(message.rollouts or message.samples)
+    if not samples == rewards == rollouts:
+        return f"{samples} samples, with {rewards} rewards and the rollouts of {rollouts}, came back"
+    if len(message.parts) not in (0, samples) or not set(message.removed) <= set(range(samples)):
+        return f"named rewards of {len(message.parts)} samples, and {str(message.removed)[:80]} removed, came back for {samples} samples"
+    if not {position for position, _ in message.unread} <= set(range(samples)):
+        return f"unread responses {str(message.unread)[:80]} came back for {samples} samples"
+    if len(message.payload.tokens) not in (0, samples):
+        return f"lengths of {len(message.payload.tokens)} samples came back for {samples} samples"
+    return None
 
 
 def awaiting(state: BufferState, message: Outcome) -> GroupState | None:
@@ -355,6 +408,61 @@ def close(state: BufferState, limits: BufferConfig, now: float, logging: bool = 
             records.append(ledger.GroupsDropped(groups=surplus, reason=SURPLUS, at=now))
         records.append(ledger.RunFinished(steps=state.trained_steps, at=now))
     return records
+
+
+def lost_ready(state: BufferState, name: str, now: float) -> list[LedgerRecord]:
+    """Has a group generated anew that was scored, and is in no batch yet."""
+    group = state.ready.get(name)
+    return [requeue(group, PAYLOAD_LOST, now)] if group else []
+
+
+def lost_failed(state: BufferState, message: Outcome, now: float) -> list[LedgerRecord]:
+    """Has a group generated anew that was given up before it was scored. None where it ends as any that failed."""
+    group = awaiting(state, message)
+    if group is None or group.lost >= MOST_LOST:
+        return []
+    return [requeue(group, PAYLOAD_LOST, now)]
+
+
+def refused(state: BufferState, message: BatchRefused, now: float, lost: bool = False) -> list[LedgerRecord]:
+    """Counts a refusal, and ends the group at the last one. A repeat, and a group that is not in the batch any more, give no record.
+
+    Args:
+        lost: whether the store holds the group's samples no more.
+    """
+    group = state.groups.get(message.group)
+    if group is None or group.step != message.step or message.at in group.refused:
+        return []
+    name = {"step": message.step, "group": message.group, "sample": message.sample, "reason": message.reason}
+    records: list[LedgerRecord] = [ledger.SampleRefused(**name, refused=message.at, at=now)]
+    if lost and message.step >= state.trained_steps and group.lost < MOST_LOST:  # else its batch continues without it
+        records.append(requeue(group, PAYLOAD_LOST, now))
+    elif len(group.refused) + 1 >= MOST_REFUSALS:
+        reason = f"trainer: sample {message.group}/{message.sample}: {message.reason}"
+        records.append(ledger.GroupDead(group=message.group, reason=reason, fault=INFRASTRUCTURE if lost else POLICY, at=now))
+    return records
+
+
+def amended(state: BufferState, limits: BufferConfig, step: int, now: float) -> list[LedgerRecord]:
+    """Replaces the groups that the batch of ``step`` has lost, once as many others are ready that it may train.
+
+    Two kinds of steps continue with the groups that are left, if any are: one that is trained again after a death, since what comes
+    now is newer than its weights, and one with a critic, which has given its values to the batch as it was.
+    """
+    batch = state.batches.get(step)
+    if batch is None or not batch.lost:
+        return []
+    goes_on = limits.has_critic or step < state.trained_steps
+    added = [] if goes_on else _fitting(state, limits, batch)[: len(batch.lost)]
+    if not goes_on and len(added) < len(batch.lost):
+        return []
+    names = sorted((group.id for group in added), key=group_number)
+    return [ledger.BatchAmended(step=step, removed=batch.lost, added=names, at=now)]
+
+
+def _fitting(state: BufferState, limits: BufferConfig, batch: BatchRecord) -> list[GroupState]:
+    fitting = by_decision(state, limits, batch.version - limits.rollout.max_staleness)["fits"]
+    return [group for group in fitting if group.scored is not None and max(group.scored.newest, default=0) <= batch.version]
 
 
 def _bound(state: BufferState, limits: BufferConfig, step: int, version: int) -> int:

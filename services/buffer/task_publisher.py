@@ -6,7 +6,7 @@ from typing import Any
 
 from services.buffer import policy
 from services.buffer.buffer_config import BufferConfig
-from services.buffer.outcome_check import BUFFER
+from services.buffer.policy import BUFFER
 from services.buffer.prompt_supply import PromptSupply
 from services.buffer.state import BufferState, EvaluationState, GroupState
 from shared.bus.connection import Bus

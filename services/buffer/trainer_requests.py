@@ -6,7 +6,7 @@ import time
 from collections.abc import Awaitable, Callable
 from functools import partial
 
-from services.buffer import batch_repair, policy
+from services.buffer import policy
 from services.buffer.buffer_config import BufferConfig
 from services.buffer.outcome_consumer import Decision
 from services.buffer.run_failure import RunFailure
@@ -19,8 +19,7 @@ from shared.runtime.errors import DeadlineExceeded
 from shared.runtime.tasks import error_text
 from shared.schema.ledger import group_id
 from shared.schema.messages import Accepted, BatchAnswer, BatchPending, BatchRefused, BatchRequest, Durable, RunDone, Trained
-from shared.schema.service_messages import Doing
-from shared.service.activities import BATCH
+from shared.schema.service_messages import BATCH, Doing
 from shared.service.service_base import Service
 
 FIELD = "rollout.buffer_filter_path"
@@ -124,7 +123,7 @@ class TrainerRequests:
         group = self._state.groups.get(refusal.group)
         keys = group.scored.keys if group is not None and group.scored is not None and group.step == refusal.step else ()
         lost = await has_lost(self._service, keys)
-        await self._decide(lambda: batch_repair.refused(self._state, refusal, time.time(), lost))
+        await self._decide(lambda: policy.refused(self._state, refusal, time.time(), lost))
         return Accepted()
 
     async def durable(self, report: Durable) -> Accepted:
@@ -145,7 +144,7 @@ class TrainerRequests:
             return RunDone()
         if step in state.batches:
             await self._lose_missing()
-            await self._decide(lambda: batch_repair.amended(self._state, limits, step, time.time()))
+            await self._decide(lambda: policy.amended(self._state, limits, step, time.time()))
             return policy.batch(state, step, limits.named_rewards) or self._pending(step, have=len(state.batches[step].groups), need=size)
         if len(state.ready) >= size:
             await self._lose_missing()
@@ -166,7 +165,7 @@ class TrainerRequests:
     async def _lose_missing(self) -> None:
         owners = {key: name for name, group in self._state.ready.items() if group.scored for key in group.scored.keys}
         for name in {owners[key] for key in await self._service.store.missing(list(owners))}:
-            await self._decide(partial(batch_repair.lost_ready, self._state, name, time.time()))
+            await self._decide(partial(policy.lost_ready, self._state, name, time.time()))
 
     def _doing(self) -> Doing | None:
         if self._asked is None:

@@ -3,7 +3,7 @@
 import asyncio
 import sys
 
-from shared.runtime.quick_imports import quick_imports
+from shared.runtime import quick_imports
 
 with quick_imports():
     from services.console.console_app import print_address, serve

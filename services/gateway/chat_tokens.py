@@ -22,10 +22,9 @@ import orjson
 import structlog
 from numpy.typing import NDArray
 
-from shared.data.call_form import in_call_form
 from shared.data.control_tokens import ControlTokens
 from shared.data.media import empty_part
-from shared.data.tokenizer import Tokenizer
+from shared.data.tokenizer import Tokenizer, in_call_form
 from shared.formats.request import PICTURE_MARK, ChatTurn, TurnRefused
 from shared.formats.request_body import shallow, text_part
 from shared.runtime.errors import ConfigError

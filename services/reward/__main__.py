@@ -1,6 +1,6 @@
 """``python -m services.reward``: scores for the run named by MYXO_RUN."""
 
-from shared.runtime.quick_imports import quick_imports
+from shared.runtime import quick_imports
 
 with quick_imports():
     from services.reward.reward_service import serve

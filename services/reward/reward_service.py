@@ -44,9 +44,8 @@ from shared.schema import sample
 from shared.schema.ledger import is_evaluation
 from shared.schema.messages import Failed, Generated, Scored
 from shared.schema.sample import Sample, SampleLimits, Score
-from shared.schema.service_messages import Doing
+from shared.schema.service_messages import WORK, Doing
 from shared.schema.versions import newest_possible
-from shared.service.activities import WORK
 from shared.service.engine_load_balancer import model_routers
 from shared.service.service_base import Service
 

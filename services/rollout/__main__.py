@@ -1,6 +1,6 @@
 """``python -m services.rollout``: one rollout replica for the run named by MYXO_RUN, or a further node of its engine."""
 
-from shared.runtime.quick_imports import quick_imports
+from shared.runtime import quick_imports
 
 with quick_imports():
     from services.rollout.engine_nodes import settle_node

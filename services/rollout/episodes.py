@@ -22,9 +22,8 @@ from services.rollout.in_flight import Requests
 from services.rollout.played_group import RETRY_PAUSE
 from services.rollout.replica import Replica
 from shared.config.eval_views import eval_view, group_config
-from shared.data.call_form import in_call_form
 from shared.data.stop_strings import end_across
-from shared.data.tokenizer import Tokenizer
+from shared.data.tokenizer import Tokenizer, in_call_form
 from shared.environment.environment_client import open_environment
 from shared.environment.protocol import (
     CLOSE,

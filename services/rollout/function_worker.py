@@ -38,8 +38,7 @@ from shared.hooks.loading import EvaluationLog, agent_paths, eval_function, gene
 from shared.hooks.returned_output import ReturnedSet, RolloutFnEvalOutput, eval_metrics, eval_output, returned_sets
 from shared.hooks.slime.http_requests import CallContext, current_call
 from shared.hooks.slime.rollout_loop import apply_rollout_sample_hooks
-from shared.process.call_server import Calls, serve_calls
-from shared.process.running_call import is_blocked
+from shared.process.call_server import Calls, is_blocked, serve_calls
 from shared.runtime.tasks import called, defined_at, error_text, print_traceback, run_in_thread, settled
 
 BLOCKED_SHARE = 0.25  # the share of a rollout's time for which it may block its process: those beside it then still have the rest

@@ -33,7 +33,7 @@ from shared.bus.work_queue import MessageLease, WorkQueue
 from shared.data.tokenizer import Tokenizer
 from shared.hooks import HookFailed
 from shared.model.families import replayed_choices
-from shared.process import frames
+from shared.process import call_server
 from shared.process.child_process import ChildProcess, cause
 from shared.process.worker_pool import process_streams, worker_environment
 from shared.rewards.reference import Reference
@@ -149,7 +149,7 @@ class Producer:
             await self._set_up(requests, answers)
             watching = asyncio.create_task(self._watch(process, answering))
             while True:
-                call_id, request = await frames.read(requests)
+                call_id, request = await call_server.read_frame(requests)
                 answer = asyncio.create_task(self._answered(call_id, request, answers), name=str(request["verb"]))
                 answering.add(answer)
                 answer.add_done_callback(partial(self._answer_ended, process, answering))
@@ -176,10 +176,10 @@ class Producer:
         self._last_words, self._calling = "", False
         rollout = self._config.rollout
         setup = {"config": self._config.model_dump_json(), "prompts": rollout.rollout_batch_size * rollout.num_rollout}
-        answers.write(frames.frame([0, setup]))
+        answers.write(call_server.frame([0, setup]))
         try:
             async with asyncio.timeout(START_SECONDS):
-                _, ready = await frames.read(requests)
+                _, ready = await call_server.read_frame(requests)
         except TimeoutError:
             raise DeadlineExceeded("its first answer", f"{FIELD} = {self._path}", START_SECONDS, "its process is killed") from None
         if isinstance(refused := ready.get("refused"), list):
@@ -206,7 +206,7 @@ class Producer:
             answer = await getattr(self, f"_on_{verb}")(**request)
         except (BadMessage, DeadlineExceeded, HookFailed) as error:
             answer = {"refused": str(error)}
-        answers.write(frames.frame([call_id, answer or {}]))
+        answers.write(call_server.frame([call_id, answer or {}]))
         with contextlib.suppress(ConnectionError):  # its end is seen where it is read
             await answers.drain()
 

@@ -28,7 +28,7 @@ from shared.hooks.returned_output import ReturnedGroup, metric_numbers, returned
 from shared.hooks.sample_conversion import Served, from_stored, to_stored
 from shared.hooks.slime.prompt_sources import DataSource
 from shared.model.families import replayed_choices
-from shared.process.frames import FrameStream
+from shared.process.call_server import FrameStream
 from shared.runtime.errors import BadMessage, ConfigError, MyxoError
 from shared.runtime.tasks import error_text, print_traceback, run_in_thread
 from shared.schema import sample as sample_codec

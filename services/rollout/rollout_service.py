@@ -40,8 +40,7 @@ from shared.runtime.tasks import cancelled, fatal
 from shared.runtime.telemetry import declare_metrics
 from shared.schema.ledger import is_evaluation
 from shared.schema.messages import Generated, Interrupted, Task
-from shared.schema.service_messages import Doing
-from shared.service.activities import WORK
+from shared.schema.service_messages import WORK, Doing
 from shared.service.engine_load_balancer import EngineSpread, model_routers
 from shared.service.service_base import Service
 from shared.sessions.session import EVAL_GAUGE, SessionUnknown

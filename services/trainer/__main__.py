@@ -6,7 +6,7 @@ Of a trainer over several nodes it is one node's part (`services.trainer.trainer
 import os
 import sys
 
-from shared.runtime.quick_imports import quick_imports
+from shared.runtime import quick_imports
 
 with quick_imports():
     from services.trainer.rank import SERVICES, read_run

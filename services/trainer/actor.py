@@ -6,6 +6,7 @@ number of them.
 """
 
 import math
+import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -13,21 +14,24 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
+import structlog
 from torch import Tensor
 
 from services.trainer import flops
-from services.trainer.backend import MODULES, Backend, gather_plan
+from services.trainer.backend import DTYPES, MODULES, Backend, TrainerSettings, gather_plan
+from services.trainer.control_client import ControlClient
 from services.trainer.packing import PackedBatch, prefixes_of
 from services.trainer.parallel import checkpoint, export, runtime
 from services.trainer.parallel.gather_plan import Bucket, GatherPlan
-from services.trainer.parallel.joint_write import JointWrite
+from services.trainer.parallel.joint_write import JointWrite, SaveFailed
 from services.trainer.parallel.loss_function import LossFunction
 from services.trainer.parallel.runtime import deadline
 from services.trainer.step_profiler import StepClock
-from services.trainer.trainer_settings import DTYPES, TrainerSettings
+from shared.config.run_config import RunConfig
 from shared.config.trainer_section import LearningRateSchedule
 from shared.model.architecture import Architecture
 from shared.model.families import planned_architecture
+from shared.model.final_exports import export_target, exported_steps, mark_of, occupant
 from shared.model.quantization import quantization_in_engines
 from shared.transfer import batch_invariant
 
@@ -253,3 +257,58 @@ class Actor:
     @cached_property
     def _gather_plan(self) -> GatherPlan:
         return gather_plan(self.model)
+
+
+class PolicyExporter:
+    """Exports the actor's policy in Hugging Face's format at the run's checkpoints (`save_hf`). All ranks construct it and call its methods
+    together.
+
+    Each rank copies its share of the weights to host memory as for a checkpoint, and writes it while the next steps train, unless
+    `async_save` is off. An error of the disk never stops the training: it is logged, and the next export is tried.
+
+    Args:
+        control: rank 0's client; None on the other ranks.
+    """
+
+    def __init__(self, config: RunConfig, control: ControlClient | None, actor: Actor) -> None:
+        self._config, self._control, self._actor = config, control, actor
+        self._writing: JointWrite | None = None
+        self._started = 0.0
+        self._log: Any = structlog.get_logger()
+
+    def begin(self, steps: int, anew: bool = False) -> None:
+        """Exports the policy after ``steps`` steps where that is due and, unless it is made ``anew`` after a checkpoint, lacking. Waits for
+        the export before it, and for the last one, since the run ends behind it.
+
+        A collective. Raises DeadlineExceeded.
+        """
+        path = export_target(self._config, steps)
+        if path is None or (not anew and runtime.gather_json(exported_steps(self._config, path))[0] == steps):
+            return
+        self.finish()
+        self._started = time.monotonic()
+        try:
+            with runtime.together(f"the look at {path}"):
+                if runtime.rank() == 0 and (what := occupant(self._config, path)):
+                    raise FileExistsError(f"it would replace {what}")
+            self._writing = self._actor.save_hf(path, mark_of(self._config, steps), wait=False)
+        except (OSError, runtime.PeerFailed) as error:  # on all ranks: they prepare the directory together
+            self._tell(path, error)
+        if not self._config.trainer.async_save or steps == self._config.rollout.num_rollout:
+            self.finish()
+
+    def finish(self) -> None:
+        """Waits until what was begun is on disk, or has failed. A collective. Raises DeadlineExceeded."""
+        writing, self._writing = self._writing, None
+        if writing is None:
+            return
+        try:
+            writing.finish()
+            self._log.info("policy_exported", path=str(writing.target), seconds=round(time.monotonic() - self._started, 2))
+        except SaveFailed as error:
+            self._tell(writing.target, error)
+
+    def _tell(self, path: Path, error: Exception) -> None:
+        self._log.error("policy_not_exported", path=str(path), error=f"{type(error).__name__}: {error}")
+        if self._control is not None:
+            self._control.publish_event("policy_not_exported", f"{path}: {error}")

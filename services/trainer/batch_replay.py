@@ -27,8 +27,7 @@ from shared.runtime.safe_files import replace_file
 from shared.runtime.traces import Traces
 from shared.schema.messages import BatchAnswer, EvalFigures, RunDone, Trained
 from shared.schema.service_messages import WarmStartEnded
-from shared.service.activities import Look
-from shared.service.service_base import exit_code
+from shared.service.service_base import Look, exit_code
 
 USAGE = """usage: myxo replay CONFIG TEMPLATE [flags]
 

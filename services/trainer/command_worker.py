@@ -23,6 +23,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from services.trainer.actor import Actor
+from services.trainer.backend import TrainerSettings, model_directory
 from services.trainer.client_states import ClientRefused, ClientStates, newest_checkpoint, publish_marked, read_marker
 from services.trainer.commands import CommandBroadcast, Execute, Leave, Wait
 from services.trainer.control_client import ControlClient
@@ -31,7 +32,6 @@ from services.trainer.packing import PackedBatch
 from services.trainer.parallel import runtime
 from services.trainer.parallel.loss_function import MicroBatchesFailed
 from services.trainer.partition import balance
-from services.trainer.trainer_settings import TrainerSettings, model_directory
 from shared.bus.command_log import CommandLog
 from shared.config.run_config import RunConfig
 from shared.runtime.errors import MyxoError
@@ -39,7 +39,7 @@ from shared.runtime.safe_files import replace_file, scratch
 from shared.runtime.tasks import describe
 from shared.runtime.telemetry import declare_metrics
 from shared.schema import codec
-from shared.schema.client_commands import TRAINED, Command, CommandOutcome, LogEntry, is_expired, weights_directory
+from shared.schema.messages import TRAINED, Command, CommandOutcome, LogEntry, is_expired, weights_directory
 from shared.store.payload_store import BlockingStore
 
 declare_metrics("""

@@ -12,8 +12,8 @@ import torch.distributed as dist
 from pydantic import TypeAdapter
 
 from services.trainer.parallel import runtime
-from shared.schema import client_commands as schema
 from shared.schema import codec
+from shared.schema import messages as schema
 from shared.schema.messages import Batch
 
 

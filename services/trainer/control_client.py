@@ -35,11 +35,10 @@ from shared.schema.messages import (
     RunDone,
     Trained,
 )
-from shared.schema.service_messages import ServiceStatus
+from shared.schema.service_messages import LOOP, ServiceStatus
 from shared.schema.versions import version_after
 from shared.schema.weight_messages import WeightsLive, WeightsPushed
-from shared.service.activities import LOOP, Look
-from shared.service.service_base import Service, attended, connect
+from shared.service.service_base import Look, Service, attended, connect
 
 
 def step_spans(batch: Batch, started: float, ended: float) -> Iterator[TraceSpan]:

@@ -97,9 +97,9 @@ def _convert(given: argparse.Namespace) -> Path:
             bar.update(task, completed=done, total=total)
 
         if given.to is not None:  # beside engines there may be no Megatron
-            from services.trainer import quantized_checkpoint
+            from services.trainer.parallel import export
 
-            return quantized_checkpoint.quantize(given.source, given.target, _format(given), progress, bool(given.experts_only))
+            return export.quantize(given.source, given.target, _format(given), progress, bool(given.experts_only))
         from services.trainer.fsdp import shard_gathering
         from services.trainer.megatron import hf_conversion
         from services.trainer.parallel.checkpoint import policy_checkpoint

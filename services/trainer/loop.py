@@ -14,7 +14,7 @@ import numpy as np
 from torch import Tensor
 
 from services.trainer import dumps
-from services.trainer.actor import Actor, StepResult
+from services.trainer.actor import Actor, PolicyExporter, StepResult
 from services.trainer.actor_critic_exchange import ActorCriticExchange
 from services.trainer.batch_metrics import token_means
 from services.trainer.batches import TrainBatch, attestation_of, demonstration_micro_batches
@@ -28,7 +28,6 @@ from services.trainer.objective.loss import SftLoss
 from services.trainer.objective.policy_gradient import REWARD_KL, kl_estimate
 from services.trainer.packing import PackedBatch
 from services.trainer.parallel import runtime
-from services.trainer.policy_exporter import PolicyExporter
 from services.trainer.reference_policy import FrozenWeights, ReferencePolicy
 from services.trainer.role_worker import RoleWorker
 from services.trainer.step_profiler import StepProfiler

@@ -1,14 +1,19 @@
 """The common part of the trainer's two roles on every rank: the model, commands, this rank's shard of each batch, checkpoints.
 
 Where a pass over micro-batches fails, it is made for each sample alone, and all ranks agree on the samples that cannot be trained.
+
+Training resumes after a stop or a death from the newest checkpoint that every rank holds, with its files as they were written
+(`resume_step`). Ranks on other machines may have disks of their own. The buffer sends the batches after it again, which stay in the store
+for that long.
 """
 
 import contextlib
 import math
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import asdict, astuple, dataclass, replace
 from functools import cache, partial
+from pathlib import Path
 
 import structlog
 from torch import Tensor
@@ -16,21 +21,20 @@ from torch import Tensor
 from services.trainer import batches, flops
 from services.trainer.actor import Actor, StepResult
 from services.trainer.actor_critic_exchange import ActorCriticExchange, Kind, Role
+from services.trainer.backend import TrainerSettings, model_directory
 from services.trainer.batches import BadBatch, MicroBatch, ShardReader, TrainBatch, sample_limits
-from services.trainer.commands import Command, CommandBroadcast
+from services.trainer.commands import Command, CommandBroadcast, Resume
 from services.trainer.control_client import ControlClient, StopAsked
 from services.trainer.loss_inputs import scored
 from services.trainer.metrics_logger import MetricsLogger, TrainingSpeed
 from services.trainer.objective.custom_objective import CustomFunctions
 from services.trainer.packing import BadSample, PackedBatch, separate
 from services.trainer.parallel import runtime
-from services.trainer.parallel.checkpoint import checkpoints
+from services.trainer.parallel.checkpoint import CheckpointDamaged, checkpoints, damage, set_aside
 from services.trainer.parallel.loss_function import LossFunction, MicroBatchesFailed
 from services.trainer.partition import Partition, RefusedSample, Untrainable, partition_batch
-from services.trainer.resume import kept_from, resume_step
 from services.trainer.step_scheduler import CriticStepScheduler, StepScheduler
 from services.trainer.trainer_hooks import CONVERT, MegatronHooks, RolloutLog, converted
-from services.trainer.trainer_settings import TrainerSettings, model_directory
 from shared.config.run_config import RunConfig
 from shared.runtime.errors import MyxoError
 from shared.runtime.tasks import describe
@@ -336,7 +340,7 @@ class RoleWorker:
         self._actor.finish_save()
 
     def _kept_from(self) -> int:
-        """Returns the step from which on payloads stay (`services.trainer.resume`). Only rank 0's counts: it publishes checkpoints."""
+        """Returns the step from which on payloads stay (`services.trainer.role_worker`). Only rank 0's counts: it publishes checkpoints."""
         if self._saved < self._begun_save or self._look:
             steps, trainer = checkpoints(self._checkpoints).keys(), self._config.trainer
             self._saved = max([self._saved, *steps])
@@ -354,3 +358,66 @@ class RoleWorker:
     def _set_state(self, state: str) -> None:
         if self._control is not None:
             self._control.set_state(state)
+
+
+def resume_step(root: Path, broadcast: CommandBroadcast, control: ControlClient | None, *, decides: bool) -> int | None:
+    """Returns the step to go back to, None to begin anew: rank 0 takes the newest that every rank has, and sends it to the others.
+
+    Args:
+        root: of the checkpoints. control: rank 0's connection to the bus. decides: this is rank 0.
+    """
+    held = _sound_steps(root, broadcast, control)
+    if not decides:
+        command = broadcast.receive()
+        assert isinstance(command, Resume)  # the first command
+        return command.step
+    step = newest_of_all(held)
+    if lacking := [rank for rank, steps in enumerate(held) if max(steps, default=None) != step]:
+        newest = {rank: max(held[rank], default=None) for rank in lacking}
+        reason = "ranks do not have the same steps on their disks"
+        structlog.get_logger().warning("checkpoints_differ", resumes=step, ranks=newest, reason=reason)
+    broadcast.send(Resume(step))
+    return step
+
+
+def _sound_steps(root: Path, broadcast: CommandBroadcast, control: ControlClient | None) -> list[list[int]]:
+    """Returns the steps that each rank holds, once the newest that all hold has its files as they were written.
+
+    One that has not is set aside on every disk. Raises CheckpointDamaged where that is the last one.
+    """
+    while True:
+        held = broadcast.gather(sorted(found := checkpoints(root)))
+        if (step := newest_of_all(held)) is None:
+            return held
+        reasons = broadcast.gather(damage(found[step], runtime.rank(), len(held)))
+        if not any(reasons):
+            return held
+        rank, reason = next((rank, reason) for rank, reason in enumerate(reasons) if reason)
+        if newest_of_all([[other for other in steps if other != step] for steps in held]) is None:  # it stays: no start would see it
+            raise CheckpointDamaged(f"step {step} in {root} is damaged (rank {rank}: {reason}), and no older one is left")
+        if control is not None:
+            control.set_state(f"passing over the damaged checkpoint of step {step}")
+            detail = f"the checkpoint of step {step} is damaged (rank {rank}: {reason}); the next older one is tried"
+            structlog.get_logger().error("checkpoint_damaged", step=step, rank=rank, reason=reason)
+            control.publish_event("checkpoint_damaged", detail)
+        with runtime.together(f"setting the damaged checkpoint of step {step} aside"):
+            set_aside(found[step])
+
+
+def newest_of_all(held: Sequence[Sequence[int]]) -> int | None:
+    """Returns the newest step that everyone holds; None where there is none."""
+    return max(set.intersection(*map(set, held)), default=None)
+
+
+def kept_from(checkpoints: Collection[int], keep: int, last: int, *, room_needed: bool = False) -> int:
+    """Returns the steps below which no checkpoint that is kept needs its batches: those of the oldest kept, so each can be resumed.
+
+    Where the store is full, and at the run's end, they are the newest one's.
+
+    Args:
+        checkpoints: steps of those on disk. keep: how many of the newest stay. last: the run's steps. room_needed: the store is full.
+    """
+    newest = max(checkpoints, default=0)
+    if room_needed or newest >= last:
+        return newest
+    return min(sorted(checkpoints)[-keep:], default=0)

@@ -22,12 +22,12 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from services.trainer.actor import Actor
+from services.trainer.backend import TrainerSettings
 from services.trainer.packing import PackedBatch
 from services.trainer.parallel import runtime
 from services.trainer.parallel.trained_model import TrainedModel
-from services.trainer.trainer_settings import TrainerSettings
 from shared.config.run_config import RunConfig
-from shared.model.layer_operations import ROUNDINGS
+from shared.model.architecture import ROUNDINGS
 from shared.process.child_process import die_with_parent
 from shared.service.service_base import exit_code
 

@@ -13,8 +13,8 @@ from shared.bus.bus_errors import TRANSIENT
 from shared.bus.connection import Bus, WrongSequence
 from shared.bus.subjects import Subjects
 from shared.runtime.errors import MyxoError
-from shared.schema.client_commands import TRAINED, Command, CommandOutcome, LogEntry
 from shared.schema.digests import reference
+from shared.schema.messages import TRAINED, Command, CommandOutcome, LogEntry
 from shared.store.payload_store import Store
 
 Entry = TypeVar("Entry", bound=LogEntry)

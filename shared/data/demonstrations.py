@@ -8,11 +8,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from shared.config.run_config import RunConfig
-from shared.data.call_form import in_call_form
 from shared.data.chat_template import BrokenTemplate
 from shared.data.prompts import Chat, chat_problem, chat_tools, present
 from shared.data.rows import RowEntry, open_rows
-from shared.data.tokenizer import Tokenizer
+from shared.data.tokenizer import Tokenizer, in_call_form
 from shared.runtime.errors import ConfigError
 from shared.schema.sample import Sample
 

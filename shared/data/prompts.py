@@ -22,13 +22,11 @@ from numpy.typing import NDArray
 from shared.config.data_sections import DataSection
 from shared.config.eval_views import EvalView
 from shared.config.run_config import RunConfig
-from shared.data.call_form import in_call_form
 from shared.data.chat_template import BrokenTemplate
 from shared.data.data_files import DataFile
 from shared.data.media import MOST_BYTES, PROCESSOR_FILES, BadMedia, MediaReader
-from shared.data.read_progress import ReadProgress
-from shared.data.rows import MixedOrder, RowEntry, Rows, open_rows
-from shared.data.tokenizer import Tokenizer
+from shared.data.rows import MixedOrder, ReadProgress, RowEntry, Rows, open_rows
+from shared.data.tokenizer import Tokenizer, in_call_form
 from shared.model.hf_checkpoint import SIDE_FILES, TEMPLATE_FOLDER
 from shared.rewards.names import GIVEN
 from shared.rewards.reference import Reference, label_problem, label_text

@@ -1,12 +1,15 @@
 """Rows of files by number, each an object with keys: JSONL, Parquet, or slices of several files one after the other.
 
-They are used epoch after epoch, each shuffled by seed + epoch, so that a running number alone gives its row.
+They are used epoch after epoch, each shuffled by seed + epoch, so that a running number alone gives its row. Reading long files shows its
+progress (`ReadProgress`).
 """
 
 import bisect
 import difflib
+import sys
 import tempfile
 import threading
+import time
 from abc import ABC, abstractmethod
 from array import array
 from collections.abc import Callable, Sequence
@@ -14,14 +17,16 @@ from dataclasses import dataclass
 from functools import lru_cache
 from itertools import accumulate
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
 
 from shared.data.data_files import DataFile
-from shared.data.read_progress import ReadProgress
 from shared.runtime.errors import ConfigError, shown
 from shared.runtime.safe_files import parse_json
+from shared.runtime.safe_text import say
 
 
 class JsonNumber(float):
@@ -407,3 +412,45 @@ class MixedOrder:
         if self._shuffle and count % size:
             row = _permutation(size, self._seed, file, file_pass)[row]
         return self._first_rows[file] + row
+
+
+PATIENCE_SECONDS = 2.0  # Work that ends sooner shows nothing
+LINE_SECONDS = 10.0  # Time between two lines where there is no terminal
+
+
+class ReadProgress:
+    """A context manager that shows the progress of reading.
+
+    Args:
+        what: in words. total: where it ends, in the unit of `at`. amount: writes such a number.
+    """
+
+    def __init__(self, what: str, total: int, amount: Callable[[int], str] = "{:,}".format) -> None:
+        self._what, self._total, self._amount = what, total, amount
+        self.shown = False  # True once anything was shown
+        self._due = time.monotonic() + PATIENCE_SECONDS
+        self._progress: Progress | None = None
+
+    def at(self, done: int) -> None:
+        """Shows how much is done. It is cheap, but looks at the clock: call it now and then, not for every line."""
+        if self._progress is not None:
+            self._progress.update(self._progress.task_ids[0], completed=done)
+        elif time.monotonic() < self._due:
+            return
+        elif sys.stderr.isatty():
+            self.shown = True
+            columns = (TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), TimeRemainingColumn())
+            self._progress = Progress(*columns, console=Console(stderr=True), transient=True)
+            self._progress.add_task(self._what, total=self._total, completed=done)
+            self._progress.start()
+        else:
+            self._due, self.shown = time.monotonic() + LINE_SECONDS, True
+            progress = f"{self._amount(done)} of {self._amount(self._total)}"
+            say(f"myxo: {self._what}: {progress} ({done / max(self._total, 1):.0%})")
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._progress is not None:
+            self._progress.stop()

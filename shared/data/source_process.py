@@ -1,7 +1,7 @@
 """Runs a user's source of prompts in a process of its own: one that blocks, crashes or calls ``sys.exit`` costs a prompt, not the buffer.
 
-``python -m shared.data.source_process`` speaks in `shared.process.frames`. In, once: ``{"config": JSON}``; out: ``{"states": whether it
-has them, "observes": whether it hears results}`` or ``{"refused": text}``. Then in: ``{"verb": "load", "state": value}``,
+``python -m shared.data.source_process`` speaks in frames of `shared.process.call_server`. In, once: ``{"config": JSON}``; out: ``{"states":
+whether it has them, "observes": whether it hears results}`` or ``{"refused": text}``. Then in: ``{"verb": "load", "state": value}``,
 ``{"verb": "skip", "n": count}``, ``{"verb": "observe", "results": list}`` or ``{"verb": "draw"}``; out: ``{"entry": one prompt,
 "state": value}``, ``{}``, ``{"failed": text}`` of an observation that raised, or ``{"refused": text}``, after which the process ends.
 """
@@ -14,12 +14,12 @@ from typing import Any, Protocol
 
 from shared.config.run_config import RunConfig
 from shared.hooks import Arguments, loading
-from shared.process import frames
+from shared.process.call_server import LONGEST_FRAME, FrameStream, frame
 from shared.process.child_process import ChildProcess
-from shared.process.frames import FrameStream
 from shared.process.worker_pool import worker_environment
 from shared.runtime.errors import ConfigError
 from shared.runtime.tasks import error_text, print_traceback
+from shared.schema import codec
 
 RENDERED = "_rendered"  # The key that marks a row whose text is the rendered prompt: sources of slime's apply the chat template themselves
 SLIMES = ("get_samples", "add_samples", "save", "load")  # The methods by which a class is known to be in slime's manner
@@ -178,11 +178,11 @@ class SourceProcess:
         seconds = given_s or ANSWER_SECONDS
         try:
             assert self._process.stdin is not None
-            self._process.stdin.write(frames.frame(request))
+            self._process.stdin.write(frame(request))
             self._process.stdin.flush()
             end = time.monotonic() + seconds
             size = int.from_bytes(self._read(_HEAD, end, seconds), "big")
-            answer: dict[str, Any] = frames.codec.unpack(self._read(min(size, frames.LONGEST), end, seconds))
+            answer: dict[str, Any] = codec.unpack(self._read(min(size, LONGEST_FRAME), end, seconds))
         except (OSError, EOFError):
             self.close()
             raise self._refused("its process ended; its last words are in the buffer's log") from None

@@ -14,7 +14,7 @@ from shared.config.eval_views import EvalView, eval_views
 from shared.config.reward_section import CUSTOM
 from shared.config.run_config import RunConfig, field_sections
 from shared.data.data_files import DataFile
-from shared.hooks.slime import model_processors
+from shared.hooks.slime import model_functions
 from shared.model.families import read_architecture
 from shared.rewards.names import GIVEN
 from shared.runtime.errors import ConfigError, nearest
@@ -178,7 +178,7 @@ class Arguments(Namespace):
         engine["sglang_enable_deterministic_inference"] = config.rollout.seeded
         others = attributes(config)
         unset = {name: others[name] for name, value in shown.items() if value is None and name in others}
-        model_processors.RUN["trust_remote_code"] = config.model.trust_remote_code
+        model_functions.RUN["trust_remote_code"] = config.model.trust_remote_code
         super().__init__(**{**config.run.custom_args, **others, **shown, **unset, **config.trainer.megatron, **engine, **more})
 
     def point_at(self, host: str, port: int) -> None:

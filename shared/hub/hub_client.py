@@ -17,7 +17,7 @@ from typing import Any
 
 from rich.filesize import decimal
 
-from shared.data.read_progress import ReadProgress
+from shared.data.rows import ReadProgress
 from shared.hub.hub_names import HubName
 from shared.model.hf_checkpoint import TEMPLATE_FOLDER
 from shared.runtime.errors import MyxoError

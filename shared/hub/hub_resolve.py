@@ -5,6 +5,7 @@ they are the same everywhere. A resumed run continues with the commits that it b
 """
 
 import base64
+import importlib.util
 import json
 import os
 import shutil
@@ -12,9 +13,9 @@ import tempfile
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import replace
-from functools import partial
+from functools import lru_cache, partial
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, TYPE_CHECKING, Any
 
 from shared.bus import runs
 from shared.config.run_config import RunConfig
@@ -25,6 +26,9 @@ from shared.model.engine_checkpoint import with_engine_checkpoint
 from shared.runtime.errors import BadInput, ConfigError, raise_problems
 from shared.runtime.safe_files import replacement
 from shared.runtime.safe_text import say
+
+if TYPE_CHECKING:
+    from shared.data.tokenizer import Tokenizer
 
 _CARDS = ("README.md", ".huggingface.yaml", "dataset_infos.json")  # The files that tell the configs and splits
 
@@ -305,3 +309,24 @@ def _read(field: str, text: str) -> HubName:
         return hub_names.model(text) if _is_model(field) else hub_names.dataset(text)
     except ValueError as error:
         raise ConfigError(field, text, str(error)) from None
+
+
+def local_tokenizer(config: RunConfig) -> "Tokenizer | None":
+    """Returns the run's tokenizer, for displays, which can do without; nothing is downloaded.
+
+    None where this machine has not got its files, or lacks the packages of the extra `buffer`.
+    """
+    try:
+        path = local(config, ("model.hf_checkpoint",), weights=False, hub=replace(Hub.of(), offline=True)).model.hf_checkpoint
+        return _tokenizer(str(path))
+    except BadInput:
+        return None
+
+
+@lru_cache(maxsize=2)
+def _tokenizer(model: str) -> "Tokenizer | None":
+    if importlib.util.find_spec("tokenizers") is None or importlib.util.find_spec("jinja2") is None:
+        return None
+    from shared.data.tokenizer import Tokenizer
+
+    return Tokenizer(model)

@@ -1,4 +1,4 @@
-"""The shape of a language model, independent of any framework's names for it."""
+"""The shape of a language model, and the operations of its layers, independent of any framework's names for them."""
 
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -289,3 +289,18 @@ def _flat(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
         else:
             flat[prefix + key] = list(value) if isinstance(value, tuple) else value
     return flat
+
+
+# The operations of a layer whose outputs engine and trainer are compared by, in the order in which they are computed. The output is the
+# residual stream that the next layer gets. The files that hold them are safetensors, one for each rank of a pass: float32 [T, width] by
+# name, ``embedding``, ``layers.N.OPERATION``, ``final_norm``, ``log_probs`` [T - 1, 1]; ``layers.N.experts`` are int32. A name says of a
+# tensor that is not whole how the ranks' parts make it: ``NAME:columns`` side by side, or ``NAME:rows`` one after the other.
+OPERATIONS = (
+    "attention_norm", "q", "k", "v", "attention", "attention_output", "mlp_norm", "router_logits", "experts", "mlp_output", "output",
+)  # fmt: skip
+ROUNDINGS = 2  # passes of the trainer whose operations are changed at random, by as much as rounding may change them
+
+
+def operation_names(layers: int) -> list[str]:
+    """Returns the names of all operations in the order in which they are computed."""
+    return ["embedding", *(f"layers.{index}.{one}" for index in range(layers) for one in OPERATIONS), "final_norm", "log_probs"]

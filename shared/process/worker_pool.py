@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from shared.config.environment_variables import ROUTERS_VARIABLE
-from shared.process import frames, running_call
+from shared.process import call_server
 from shared.process.child_process import STOPPED_STATE, ChildProcess, seen
 from shared.runtime.errors import INFRASTRUCTURE, TASK, BadMessage, ConfigError, DeadlineExceeded, MyxoError
 from shared.runtime.tasks import awake_timeout, cancelled
@@ -131,7 +131,7 @@ class Worker:
         Where the caller is cancelled, so is a call that waits.
         """
         call_id, answers = next(self._call_ids), _Answers()
-        data = frames.frame([call_id, request])
+        data = call_server.frame([call_id, request])
         self._open[call_id] = answers
         try:
             if self._reading is None or self._reading.done():
@@ -144,14 +144,14 @@ class Worker:
                 if not waits:
                     raise WorkerBlocked(f"{self._name}'s process is held up") from None
                 try:
-                    await self._exchange(frames.frame([call_id, None]), answers, call_id, LOOP_SECONDS, "is held up")
+                    await self._exchange(call_server.frame([call_id, None]), answers, call_id, LOOP_SECONDS, "is held up")
                 except WorkerBlocked:
                     if self._watching is None:
                         raise
                 raise
         except asyncio.CancelledError:
             if waits and self._requests is not None:
-                self._requests.write(frames.frame([call_id, None]))
+                self._requests.write(call_server.frame([call_id, None]))
             raise
         finally:
             del self._open[call_id]
@@ -168,8 +168,8 @@ class Worker:
     async def _start(self) -> None:
         scratch = Path(tempfile.mkdtemp(prefix="myxo-worker-"))
         self._running_call = scratch / "running-call"
-        running_call.write_empty(self._running_call)
-        environment = {**self._environment, running_call.VARIABLE: str(self._running_call)}
+        call_server.write_empty_note(self._running_call)
+        environment = {**self._environment, call_server.NOTE_VARIABLE: str(self._running_call)}
         # under the watchdog: what a function starts is killed with it
         self.process = ChildProcess(self._name, [sys.executable, *self._command], None, environment, watchdog=True, scratch=scratch)
         answers, self._requests = await process_streams(self.process)
@@ -192,7 +192,7 @@ class Worker:
         while self._reading is not None and not self._reading.done():
             await asyncio.sleep(WATCH_INTERVAL_S)
             try:
-                silent_s = min(running_call.silent_s(note), time.monotonic() - began)
+                silent_s = min(call_server.silent_s(note), time.monotonic() - began)
             except OSError:  # it has ended
                 return
             if silent_s > limit_s and self.process is not None:
@@ -217,7 +217,7 @@ class Worker:
         reason = ""
         try:
             while True:
-                call_id, answer = _parsed(await frames.read(stream))
+                call_id, answer = _parsed(await call_server.read_frame(stream))
                 if call_id in self._open:
                     self._open[call_id].put_nowait(answer)
         except EOFError:
@@ -228,7 +228,7 @@ class Worker:
             reason = f"process broke off: {error}"
         finally:  # whatever ended it: no caller waits for answers that do not come
             if self._running_call is not None:
-                self._ended_by += running_call.crash_words(self._running_call)
+                self._ended_by += call_server.crash_words(self._running_call)
             open_calls = [(answers, self._gone(reason or self._ended_by, call_id)) for call_id, answers in self._open.items()]
             self.retired = True
             for answers, gone in open_calls:
@@ -237,7 +237,7 @@ class Worker:
     async def _was_killed(self) -> bool:
         """Returns whether somebody other than this service, or the process itself, has ended it."""
         assert self.process is not None and self._running_call is not None
-        if self.retired or self._ended_by != ENDED or running_call.crash_words(self._running_call):
+        if self.retired or self._ended_by != ENDED or call_server.crash_words(self._running_call):
             return False
         end = time.monotonic() + EXIT_SECONDS
         while (code := self.process.exit_code()) is None and time.monotonic() < end:
@@ -255,7 +255,7 @@ class Worker:
         else has killed the process."""
         if self._outside:
             return WorkerGone(f"{self._name}'s process was killed, or stopped by a signal, in the middle of a call", None, outside=True)
-        executed = None if self._running_call is None else running_call.read(self._running_call)
+        executed = None if self._running_call is None else call_server.executed_call(self._running_call)
         cause = executed == call_id if executed else True if self.calls <= 1 and not self.retired else None
         return WorkerGone(f"{self._name}'s {reason}", cause)
 

@@ -103,6 +103,10 @@ class ServiceEvent(Message):
     at: float
 
 
+# The parts of services that report: a trainer's loop, its push, the work of a rollout or reward service, a buffer's next batch
+LOOP, PUSH, WORK, BATCH = "loop", "push", "work", "batch"
+
+
 class Doing(Part):
     """Something that a service does now, or waits for, ``since`` then (seconds since the epoch; 0: not known).
 

@@ -16,7 +16,7 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
 from typing import Any, NoReturn
 
 import structlog
@@ -38,8 +38,7 @@ from shared.runtime.safe_text import say
 from shared.runtime.telemetry import Metrics, configure_logs, declare_metrics, last_error
 from shared.runtime.traces import Traces, trace_settings
 from shared.schema.messages import Generated, Message, Outcome
-from shared.schema.service_messages import ServiceEvent, ServiceStatus
-from shared.service.activities import Activities
+from shared.schema.service_messages import Doing, ServiceEvent, ServiceStatus
 from shared.store.payload_store import HOLDING_SECONDS, SECONDS, Store
 
 declare_metrics("misplaced_statuses_total | | statuses in the registry that named another service than their key, and were ignored")
@@ -48,6 +47,39 @@ STOP_SECONDS = 4.0  # The seconds that a service's body has to return after SIGT
 REFUSED_SECONDS = 10.0  # For as long no server lets a service in before it ends: one of several may be behind, a certificate in rotation
 FAREWELL_SECONDS = 1.0  # The seconds for which a failing service tries to report its failure on the bus
 HEARTBEATS = 5  # The number of times that a service renews its status within the registry's TTL
+
+
+# Returns what a part does at the moment; None: nothing worth telling. It is called from the heartbeat, and must not wait.
+Look = Callable[[], Doing | None]
+
+
+class Activities:
+    """What the parts of one service do now, or wait for: each reports it, and the service's status carries it to whoever asks.
+
+    Any thread may report; the heartbeat reads. What a display says of a wait comes from here, so that the words are the service's own.
+    """
+
+    def __init__(self) -> None:
+        self._told: dict[str, Doing] = {}
+        self._looks: list[Look] = []
+
+    def watch(self, look: Look) -> None:
+        """Asks ``look`` at every heartbeat from now on."""
+        self._looks.append(look)
+
+    def begin(self, part: str, what: str, awaited_from: Sequence[str] = (), next_action: str = "") -> None:
+        """Reports that ``part`` begins to do something, or continues with it: the same words keep their beginning."""
+        known = self._told.get(part)
+        since = known.since if known is not None and known.what == what else time.time()
+        self._told[part] = Doing(part=part, what=what, since=since, awaited_from=list(awaited_from), next_action=next_action)
+
+    def end(self, part: str) -> None:
+        """Reports that ``part`` does nothing of note any more."""
+        self._told.pop(part, None)
+
+    def now(self) -> list[Doing]:
+        """Returns what all parts do now."""
+        return [*list(self._told.values()), *(found for look in list(self._looks) if (found := look()) is not None)]
 
 
 class Service:

@@ -15,8 +15,7 @@ from shared.bus.registry import ENVIRONMENT, NODE, STANDBY, WAITING
 from shared.config.run_config import RunConfig
 from shared.process.child_process import cause
 from shared.runtime.safe_text import duration, number, shortened_line
-from shared.schema.service_messages import Doing, ServiceStatus
-from shared.service.activities import BATCH, LOOP, PUSH, WORK
+from shared.schema.service_messages import BATCH, LOOP, PUSH, WORK, Doing, ServiceStatus
 from shared.view.live_services import InstanceStatus, needed, newest_gauges, present, shown, trained_steps, warm_start
 
 NATS, STORE = "NATS", "Redis"  # The servers, as displays name them

@@ -20,8 +20,8 @@ from services.rollout.engine.receiver.receiver import Receiver
 from services.rollout.replica import Replica
 from services.rollout.weight_receiver import WeightsReceiver
 from services.trainer.actor import Actor
+from services.trainer.backend import TrainerSettings
 from services.trainer.control_client import ControlClient
-from services.trainer.trainer_settings import TrainerSettings
 from services.trainer.weights.pusher import Pusher
 from shared.config.engine_limits import Capabilities
 from shared.config.trainer_section import TrainerSection

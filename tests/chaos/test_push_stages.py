@@ -12,9 +12,9 @@ import pytest
 import torch
 
 from services.trainer.actor import Actor
+from services.trainer.backend import TrainerSettings
 from services.trainer.control_client import ControlClient
 from services.trainer.parallel import runtime
-from services.trainer.trainer_settings import TrainerSettings
 from services.trainer.weights import pusher
 from services.trainer.weights.pusher import Pusher, PushRequest
 from shared.bus import runs, streams

@@ -25,7 +25,7 @@ from shared.data.rows import open_rows
 from shared.environment import environment_url, protocol
 from shared.model.families import read_architecture
 from shared.model.hf_checkpoint import read_headers
-from shared.process import frames
+from shared.process import call_server
 from shared.runtime.errors import BadInput, BadMessage, ConfigError
 from shared.runtime.safe_files import parse_json
 from shared.schema import codec, sample
@@ -96,7 +96,7 @@ async def _frame(data: bytes) -> object:
     stream = asyncio.StreamReader()
     stream.feed_data(data)
     stream.feed_eof()
-    return await frames.read(stream)
+    return await call_server.read_frame(stream)
 
 
 # --- weights
@@ -264,7 +264,7 @@ def targets() -> dict[str, Target]:
         "codec": Target([codec.pack({"a": np.arange(6, dtype=np.float32).reshape(2, 3), "b": [1, "x"]})],
             codec.unpack, (BadMessage,), spoiled_msgpack),
         "samples": Target(sample.encode([a_sample(), a_sample()], 10_000), read_samples, (BadMessage,), spoiled_msgpack),
-        "frames": Target([frames.frame([1, {"a": 1}])], lambda data: asyncio.run(_frame(data)), (BadMessage, EOFError)),
+        "frames": Target([call_server.frame([1, {"a": 1}])], lambda data: asyncio.run(_frame(data)), (BadMessage, EOFError)),
         "tensor-file": Target([tensors], in_file("x.safetensors", lambda path: TensorFiles([path]).digests()), (TensorFileBroken,)),
         "tensor-header": Target(
             [tensors[8 : 8 + int.from_bytes(tensors[:8], "little")]],

@@ -5,7 +5,7 @@ import os
 
 import setproctitle
 
-from shared.runtime.quick_imports import quick_imports
+from shared.runtime import quick_imports
 
 setproctitle.getproctitle()  # it looks for the command line's place by the environment, which must not have changed yet
 os.environ.setdefault("OMP_NUM_THREADS", "1")

@@ -9,7 +9,7 @@ from prometheus_client import values
 from services.rollout.engine.engine_process import COMMON_VARIABLES, CPU_VARIABLES, engine_site
 from services.rollout.engine.private_endpoints import close_sockets, serve_on_socket
 from shared.process.child_process import die_with_parent
-from shared.runtime.quick_imports import quick_imports
+from shared.runtime import quick_imports
 
 setproctitle.getproctitle()  # it looks for the command line's place by the environment, which must not have changed yet
 os.environ |= COMMON_VARIABLES | CPU_VARIABLES  # some are read while modules are imported

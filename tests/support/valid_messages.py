@@ -10,7 +10,7 @@ import annotated_types
 import numpy as np
 from pydantic import BaseModel
 
-from shared.schema import client_commands, ledger, messages, weight_messages  # noqa: F401  # they register their kinds
+from shared.schema import ledger, messages, weight_messages  # noqa: F401  # they register their kinds
 from shared.schema.messages import Message
 from shared.schema.sample import Sample
 from shared.sessions import session  # noqa: F401

@@ -7,7 +7,7 @@ from fastapi import Query
 from pydantic import BaseModel
 
 from services.console.run_source import CLIENTS, RunSource
-from shared.schema.client_commands import Command, CommandOutcome, LogEntry
+from shared.schema.messages import Command, CommandOutcome, LogEntry
 
 MOST_LOSSES = 500  # a client's newest losses that are kept
 

@@ -36,7 +36,7 @@ from services.console.run_histories import IndexProgress, RunIndex
 from services.console.run_source import RunSource
 from shared.config.run_config import RunConfig
 from shared.data.rollout_files import TRAINED
-from shared.data.tokenizer_files import local_tokenizer
+from shared.hub.hub_resolve import local_tokenizer
 from shared.runtime.errors import MyxoError
 from shared.schema.ledger import is_evaluation
 from shared.schema.message import Count, GroupId

@@ -18,7 +18,7 @@ from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 from shared.formats.request import Status, TurnRefused
 from shared.runtime.errors import ConfigError
 from shared.runtime.safe_files import is_plain_name, parse_json
-from shared.schema.client_commands import MAKES, TENANT, Command, CommandOutcome, LogEntry, is_expired
+from shared.schema.messages import MAKES, TENANT, Command, CommandOutcome, LogEntry, is_expired
 
 KEY_VARIABLE, DEFAULT = "MYXO_TINKER_KEY", "default"
 FORM = r"^(tml-|eyJ)[\x21-\x7e]{16,}$"  # the SDK takes no others

@@ -19,8 +19,8 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from services.gateway.tinker.command_book import PREFIX, CommandBook, WrongRequest, wrong
 from shared.formats.request import TurnRefused
 from shared.runtime.safe_files import is_plain_name
-from shared.schema.client_commands import TENANT, Verb
 from shared.schema.message import LARGEST
+from shared.schema.messages import TENANT, Verb
 
 # message → its fields: number, name, kind (* where it repeats). Maps are lists of entries, which is the same on the wire.
 _MESSAGES = {

@@ -39,8 +39,7 @@ from shared.runtime.errors import MyxoError, PayloadChanged, PayloadMissing
 from shared.runtime.tasks import describe, gathered
 from shared.runtime.telemetry import declare_metrics
 from shared.schema import codec
-from shared.schema.client_commands import MOST_ARGUMENTS, Command, CommandOutcome, Verb, weights_directory
-from shared.schema.messages import Sampling
+from shared.schema.messages import MOST_ARGUMENTS, Command, CommandOutcome, Sampling, Verb, weights_directory
 from shared.service.service_base import Service
 from shared.sessions.session import TurnGeneration, TurnRequest
 from shared.sessions.session_store import SessionStore

@@ -37,13 +37,13 @@ os.environ.setdefault("SGLANG_USE_CPU_ENGINE", "1")  # read while sglang is impo
 os.environ.setdefault("SGLANG_MAMBA_CONV_DTYPE", "float32")  # of linear attention's states, or they are rounded (`attend_linearly`)
 os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")  # some routers are compiled functions: there is no compiler for them here
 
-from shared.runtime.quick_imports import quick_imports
+from shared.runtime import quick_imports
 
 with quick_imports():
     import torch
     import torch.nn.functional as F
 
-    from services.rollout.engine import cpu_speculation, media_reading, quantized_layers
+    from services.rollout.engine import cpu_speculation, quantized_layers, sglang_changes
     from services.rollout.engine.murmur_hash import murmur_hash32
     from services.rollout.engine.private_endpoints import close_sockets, leave_out_own_requests, serve_on_socket
     from shared.transfer import batch_invariant
@@ -450,7 +450,7 @@ def main() -> None:
     kept = [patch() for names, patch in PATCHES if names & flags]  # noqa: F841 (one is a library of operators)
     arguments = prepare_server_args(sys.argv[1:])
     quantized_layers.install(arguments.model_path, on_cpu=True)
-    for adapt in (attend_linearly, absorb_latent_attention, norm_heads_jointly, media_reading.install):
+    for adapt in (attend_linearly, absorb_latent_attention, norm_heads_jointly, sglang_changes.read_media):
         adapt(arguments.model_path)
     if attend_with_sinks(arguments.model_path):
         arguments.disable_hybrid_swa_memory = True
@@ -463,4 +463,4 @@ def main() -> None:
 if __name__ == "__main__":
     main()
 elif "--tokenizer-worker-num" in sys.argv:  # servers beside one another are spawned all the same, and read prompts themselves
-    media_reading.install(sys.argv[sys.argv.index("--model-path") + 1])
+    sglang_changes.read_media(sys.argv[sys.argv.index("--model-path") + 1])

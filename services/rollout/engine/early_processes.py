@@ -27,7 +27,7 @@ from multiprocessing import context, popen_spawn_posix, reduction, spawn
 from multiprocessing.connection import Connection
 from typing import Any
 
-from shared.runtime.quick_imports import quick_imports
+from shared.runtime import quick_imports
 
 WAIT_SECONDS = 300.0  # the longest wait for work: the first start of an engine may look up or download a model before it has any
 

@@ -15,7 +15,7 @@ from pathlib import Path
 from services.rollout.engine.early_processes import EXPECTED_VARIABLES, LATE_VARIABLES, EarlyProcesses, early_modules
 from services.rollout.engine.kernel_builds import begin_kernel_builds
 from shared.model.quantization import entry_format
-from shared.runtime.quick_imports import quick_imports
+from shared.runtime import quick_imports
 
 if __name__ == "__main__":
     begin_kernel_builds(sys.argv[1:])
@@ -35,22 +35,22 @@ if (form := entry_format(Path(model))) is not None and form.bits == 4:
 
     quantized_layers.install(model, on_cpu=False)
 if "--enable-lora" in sys.argv:
-    from services.rollout.engine import adapter_segments
-
     with quick_imports():
-        adapter_segments.install()
+        from services.rollout.engine import sglang_changes
+
+        sglang_changes.shorten_adapter_segments()
 
 if __name__ == "__main__":
     with quick_imports():
         from sglang.srt.entrypoints import http_server
 
-        from services.rollout.engine import media_reading
+        from services.rollout.engine import sglang_changes
 
     early_processes.note_imported()
     leave_out_own_requests(http_server)
-    media_reading.install(model)
+    sglang_changes.read_media(model)
     runpy.run_module("sglang.launch_server", run_name="__main__")
 elif "--tokenizer-worker-num" in sys.argv:  # servers that are spawned beside one another read prompts themselves
-    from services.rollout.engine import media_reading
+    from services.rollout.engine import sglang_changes
 
-    media_reading.install(model)
+    sglang_changes.read_media(model)

@@ -39,7 +39,7 @@ from typing import Any
 from services.rollout.engine.early_processes import DATA, NODES, TENSOR, engine_flags, flag_number
 from shared.process.child_process import ChildProcess
 from shared.process.parent_watchdog import kill_descendants
-from shared.runtime.quick_imports import quick_imports
+from shared.runtime import quick_imports
 
 Argument = int | bool | str
 

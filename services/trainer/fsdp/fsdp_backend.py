@@ -9,13 +9,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from services.trainer.backend import Backend, ScheduledOptimizer, adam
+from services.trainer.backend import Backend, ScheduledOptimizer, TrainerSettings, adam
 from services.trainer.fsdp import all_ranks, sharded_passes
 from services.trainer.fsdp.model import FsdpModel, build, sharded
 from services.trainer.fsdp.shards import is_first_copy, local
 from services.trainer.parallel import runtime
 from services.trainer.parallel.runtime import anywhere, deadline, device
-from services.trainer.trainer_settings import TrainerSettings
 from shared.config.trainer_section import LearningRateSchedule, TrainerSection
 from shared.model.families import read_architecture
 

@@ -20,6 +20,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 from torch.distributed.tensor import DTensor
 from transformers.modeling_layers import GradientCheckpointingLayer
 
+from services.trainer.backend import TrainerSettings
 from services.trainer.fsdp import all_ranks, experts, packed_attention
 from services.trainer.fsdp.adapters import MARK, adapters_of, attach, peft_name
 from services.trainer.fsdp.fused_layers import compile_layers, compute_in_float8, fuse
@@ -35,7 +36,6 @@ from services.trainer.parallel.likelihood import OutputHead, VocabularySlice
 from services.trainer.parallel.runtime import device, together
 from services.trainer.parallel.staged_shards import CheckpointPart, StagedShards, read_parts
 from services.trainer.parallel.trained_model import LayerModules, TrainedModel
-from services.trainer.trainer_settings import TrainerSettings
 from shared.model.architecture import Architecture
 from shared.model.parallel_layout import ParallelLayout
 from shared.model.trainable_parameters import Freezing, Lora

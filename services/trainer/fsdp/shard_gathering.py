@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from transformers.core_model_loading import revert_weight_conversion
 
+from services.trainer.backend import TrainerSettings
 from services.trainer.fsdp import all_ranks
 from services.trainer.fsdp.adapters import MARK, LinearAdapter, adapters_of, peft_name
 from services.trainer.fsdp.model import FIELD, FsdpModel, assemble
@@ -18,7 +19,6 @@ from services.trainer.parallel.checkpoint import check_architecture, policy_chec
 from services.trainer.parallel.export import start_export
 from services.trainer.parallel.gather_plan import GatherPlan, GatherUnit
 from services.trainer.parallel.runtime import device
-from services.trainer.trainer_settings import TrainerSettings
 from shared.config.trainer_section import TrainerSection
 from shared.model.families import read_architecture
 from shared.model.hf_checkpoint import read_headers, some

@@ -22,6 +22,7 @@ from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTenso
 from torch import Tensor
 from torch.distributed.checkpoint import FileSystemReader
 
+from services.trainer.backend import DTYPES
 from services.trainer.megatron import parallel_groups
 from services.trainer.megatron.gpt_model import MegatronModel, build_chunks, transformer_config
 from services.trainer.megatron.hf_weights import LocalParameter, parameter_of, parameters
@@ -34,7 +35,6 @@ from services.trainer.parallel.joint_write import alone
 from services.trainer.parallel.runtime import deadline, device, gather_json
 from services.trainer.parallel.safetensors_reader import SafetensorsReader, reader_of
 from services.trainer.parallel.staged_shards import CheckpointPart, StagedShards, read_parts
-from services.trainer.trainer_settings import DTYPES
 from shared.model.architecture import Architecture
 from shared.model.families import read_architecture, with_found_drafts
 from shared.model.parallel_layout import ParallelLayout

@@ -20,7 +20,7 @@ from megatron.core.optimizer import OptimizerConfig
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 from torch import Tensor
 
-from services.trainer.backend import Backend
+from services.trainer.backend import Backend, TrainerSettings
 from services.trainer.megatron import lora, parallel_groups, passes
 from services.trainer.megatron.expert_balance import Balancing, update_biases
 from services.trainer.megatron.gpt_model import MegatronModel, build_chunks, transformer_config, wrap_chunks
@@ -31,7 +31,6 @@ from services.trainer.megatron.packed_sequences import least_saved, obstacle
 from services.trainer.megatron.spec import check_layers, named_spec
 from services.trainer.parallel import runtime
 from services.trainer.parallel.runtime import deadline, gather_json, together
-from services.trainer.trainer_settings import TrainerSettings
 from shared.config import flag_table
 from shared.config.trainer_section import OptimizerState, TrainerSection
 from shared.model import architecture_flags

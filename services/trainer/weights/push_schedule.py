@@ -5,9 +5,8 @@ from dataclasses import dataclass, field, replace
 
 from services.trainer.commands import Push
 from shared.bus.registry import CATCHING_UP
-from shared.schema.service_messages import Doing, ServiceStatus
+from shared.schema.service_messages import PUSH, Doing, ServiceStatus
 from shared.schema.weight_messages import Marks, ReplicaPush, WeightsPushed, WeightsReceived, WeightsServed
-from shared.service.activities import PUSH
 
 OFFER_SECONDS = 5.0  # the time that a replica has to answer that it can take a version
 ABORT_SECONDS = 10.0  # the time that replicas have to acknowledge a push's end

@@ -11,7 +11,7 @@ from shared.config.reward_section import CUSTOM, JUDGE, OWN, TOURNAMENT, WEIGHTE
 from shared.hooks import reward_values
 from shared.hooks.hook_sample import HookSample
 from shared.hooks.loading import load_function
-from shared.hooks.slime import http_requests, model_processors
+from shared.hooks.slime import http_requests, model_functions
 from shared.rewards.boxed_math import extract_answer as extract_boxed_answer
 from shared.rewards.boxed_math import get_deepscaler_rule_based_reward, grade_answer_verl
 from shared.rewards.names import QUEUES, RUNS_CODE, VERIFIERS, base, pattern_of
@@ -90,7 +90,7 @@ def _decoded(args: Any, ids: Any, text: str) -> str:
 
 @functools.cache
 def _tokenizer(model: str, trusted: bool) -> Any:
-    return model_processors.load_tokenizer(model, trust_remote_code=trusted)
+    return model_functions.load_tokenizer(model, trust_remote_code=trusted)
 
 
 async def _named(args: Any, sample: HookSample, name: str) -> Any:

@@ -22,7 +22,7 @@ from shared.hooks.filters import BUILT_IN, MetricGatherer, call_dynamic_filter, 
 from shared.hooks.hook_sample import HookSample, Status, status_of
 from shared.hooks.loading import SingletonMeta, load_function
 from shared.hooks.returned_output import RolloutFnEvalOutput, RolloutFnTrainOutput
-from shared.hooks.slime import http_requests, model_processors, reward_dispatch
+from shared.hooks.slime import http_requests, model_functions, reward_dispatch
 from shared.hooks.slime.prompt_sources import Dataset
 from shared.runtime.errors import nearest
 from shared.runtime.tasks import called, settled
@@ -39,8 +39,8 @@ class GenerateState(metaclass=SingletonMeta):
 
     def __init__(self, args: Any) -> None:
         self.args = args
-        self.tokenizer = model_processors.load_tokenizer(args.hf_checkpoint, trust_remote_code=args.trust_remote_code)
-        self.processor = model_processors.load_processor(args.hf_checkpoint, trust_remote_code=args.trust_remote_code)
+        self.tokenizer = model_functions.load_tokenizer(args.hf_checkpoint, trust_remote_code=args.trust_remote_code)
+        self.processor = model_functions.load_processor(args.hf_checkpoint, trust_remote_code=args.trust_remote_code)
         self.semaphore = asyncio.Semaphore(args.sglang_server_concurrency * http_requests.get_rollout_num_engines(args))
         self.sampling_params = sampling_params(args)
         self.group_sampling_seeds = [args.rollout_seed + index for index in range(args.n_samples_per_prompt)]

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from redis.asyncio import Redis
 
-from services.buffer.batch_repair import MOST_REFUSALS
+from services.buffer.policy import MOST_REFUSALS
 from shared.bus import runs
 from shared.schema import sample
 from shared.schema.ledger import (

@@ -17,8 +17,8 @@ from shared.bus.connection import Bus
 from shared.bus.subjects import Subjects
 from shared.process.embedded_servers import EmbeddedValkey
 from shared.runtime.errors import BadMessage, DeadlineExceeded, PayloadChanged, PayloadMissing
-from shared.schema.client_commands import Command, CommandOutcome
 from shared.schema.digests import reference
+from shared.schema.messages import Command, CommandOutcome
 from shared.store.payload_store import BlockingStore, Store, StoreRefused, StoreUnreachable
 
 

@@ -13,9 +13,9 @@ from torch import Tensor
 
 from myxo.commands import bisect
 from myxo.main import main
-from myxo.run import config_toml
 from services.rollout.engine import layer_scoring as engine_capture
 from services.trainer import trainer_layers as trainer_capture
+from shared.config import config_reading
 from tests.support.converting import to_8_bits
 from tests.support.run_config import run_config, write_jsonl
 from tests.support.tiny_model import PRINTABLE, character_tokenizer
@@ -33,7 +33,7 @@ def prepared(directory: Path, kind: str, layers: int = 2, precision: str = "chec
     write_jsonl(directory / "prompts.jsonl")
     trainer = {"train_device": "cpu", "train_dtype": "float32", **trainer}
     config = run_config(directory, trainer=trainer, rollout={"rollout_device": "cpu", "rollout_precision": precision})
-    (directory / "run.toml").write_text(config_toml.dump(config))
+    (directory / "run.toml").write_text(config_reading.dump(config))
     return directory / "run.toml"
 
 

@@ -270,13 +270,13 @@ except ImportError:
 
 ADAPTERS = """
 import random, types
-from services.rollout.engine import adapter_segments
+from services.rollout.engine import sglang_changes
 launcher.pin_nothing()
 import torch
 from sglang.srt.lora.backend import chunked_backend
 from sglang.srt.model_executor.forward_batch_info import ForwardMode
 
-adapter_segments.install()
+sglang_changes.shorten_adapter_segments()
 chunked_backend.get_lora = lambda: types.SimpleNamespace(max_lora_chunk_size=16)
 backend, rng = chunked_backend.ChunkedSgmvLoRABackend(8, torch.device("cpu"), None), random.Random(0)
 backend.init_cuda_graph_batch_info(max_bs_in_cuda_graph=512, num_tokens_per_req=1)

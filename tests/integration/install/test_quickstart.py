@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from myxo.commands.quickstart import CONFIG, DATA, SITE_VARIABLE, quickstart
-from myxo.display.safe_console import SafeConsole
+from myxo.display import SafeConsole
 from myxo.main import main
 from shared.runtime import exit_codes
 from shared.runtime.errors import ConfigError, Problems

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from services.buffer import batch_repair, outcome_check, policy, rollout_keeper
+from services.buffer import outcome_consumer, policy, rollout_keeper
 from services.buffer.buffer_config import BufferConfig
 from services.buffer.ledger_writer import Trial
 from services.buffer.state import BufferState
@@ -64,7 +64,7 @@ class Core:
         read: list[GroupOutcome] = []
         for data in messages:
             try:
-                read.append(outcome_check.checked(Outcome.decode(data), NAMES, last=last))
+                read.append(outcome_consumer.checked(Outcome.decode(data), NAMES, last=last))
             except BadMessage as error:
                 if (failed := failure_of(data, str(error), "buffer")) is not None:
                     read.append(failed)
@@ -82,7 +82,7 @@ class Core:
         if step < self.limits.rollout.num_rollout:
             self.decide(lambda: policy.form_batch(self.state, self.limits, step, version, 0.0))
         for formed in self.state.batches:
-            self.decide(lambda step=formed: batch_repair.amended(self.state, self.limits, step, 0.0))  # type: ignore[misc]
+            self.decide(lambda step=formed: policy.amended(self.state, self.limits, step, 0.0))  # type: ignore[misc]
             if (batch := policy.batch(self.state, formed)) is not None:
                 batch.encode()
 
@@ -102,10 +102,10 @@ class Core:
     def refuse(self, group: str, at: float) -> None:
         known = self.state.groups.get(group)
         message = BatchRefused(step=0 if known is None else known.step or 0, group=group, sample=0, reason="x" * 2000, at=at)
-        self.decide(lambda: batch_repair.refused(self.state, message, 0.0, lost=int(at) % 2 == 1))
+        self.decide(lambda: policy.refused(self.state, message, 0.0, lost=int(at) % 2 == 1))
 
     def lose(self, group: str) -> None:
-        self.decide(lambda: batch_repair.lost_ready(self.state, group, 0.0))
+        self.decide(lambda: policy.lost_ready(self.state, group, 0.0))
 
     def restart(self) -> None:
         """The successor's state is that of the buffer that died."""

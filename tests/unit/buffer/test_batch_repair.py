@@ -4,8 +4,8 @@ import random
 
 import pytest
 
-from services.buffer import batch_repair, policy
-from services.buffer.batch_repair import MOST_LOST, MOST_REFUSALS
+from services.buffer import policy
+from services.buffer.policy import MOST_LOST, MOST_REFUSALS
 from shared.runtime.errors import INFRASTRUCTURE
 from shared.schema.ledger import PAYLOAD_LOST, BatchAmended, GroupDead, GroupRequeued, LedgerRecord, SampleRefused
 from shared.schema.messages import BatchRefused
@@ -37,7 +37,7 @@ def refusals(world: World, group: str, count: int, step: int = 0, first: float =
     records: list[LedgerRecord] = []
     for index in range(count):
         message = BatchRefused(step=step, group=group, sample=0, reason="token 9 is outside the vocabulary", at=first + index)
-        made = batch_repair.refused(world.state, message, 5.0, lost)
+        made = policy.refused(world.state, message, 5.0, lost)
         world.decide(made)
         records += made
     return records
@@ -76,7 +76,7 @@ def test_what_is_not_in_the_batch_is_no_refusal(step: int, group: str) -> None:
 def test_the_step_goes_on_with_a_replacement_once_one_is_ready() -> None:
     world = ready_world()
     refusals(world, "g00000001", MOST_REFUSALS)
-    assert batch_repair.amended(world.state, world.limits, 0, 0.0) == []
+    assert policy.amended(world.state, world.limits, 0, 0.0) == []
     come_back(world, 1)
     world.ask()
     batch = policy.batch(world.state, 0)
@@ -135,7 +135,7 @@ def test_a_group_that_the_store_has_lost_is_generated_anew_for_the_same_step() -
     assert policy.batch(world.state, 0) is None and world.state.dead == 0
     world.check_replay()
     come_back(world, 1)
-    assert batch_repair.amended(world.state, world.limits, 0, 0.0) == []
+    assert policy.amended(world.state, world.limits, 0, 0.0) == []
     come_back(world, 1)
     world.ask()
     batch = policy.batch(world.state, 0)

@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from services.buffer import outcome_check, policy
+from services.buffer import outcome_consumer, policy
 from services.buffer.buffer_config import BufferConfig
 from services.buffer.rollout_keeper import chosen_groups, ended_groups, trained_not_durable
 from services.buffer.run_failure import RATE_SECONDS, DeadGroups
@@ -250,7 +250,7 @@ def test_an_outcome_that_came_too_often_died_of_the_infrastructure_and_a_forged_
     own = f"{subjects.payload_prefix('g00000000', 0)}0:a"
     for key, last, fault in ((own, True, INFRASTRUCTURE), ("another", True, TASK)):
         payload = Payload(keys=[key], bytes=1)
-        checked = outcome_check.checked(failed("").model_copy(update={"payload": payload}), subjects, last=last)
+        checked = outcome_consumer.checked(failed("").model_copy(update={"payload": payload}), subjects, last=last)
         assert isinstance(checked, Failed) and checked.fault == fault
 
 
@@ -322,5 +322,5 @@ def test_what_a_function_may_have_at_once_is_bound() -> None:
 def test_only_a_rollout_service_may_say_so() -> None:
     names = Subjects("run")
     for message in (Discarded(group="g", attempt=0, reason="x", by="r"), Wanted(group="g", attempt=0, count=1, by="r")):
-        assert outcome_check.source_refusal(names, names.scored(ROLLOUT), message) is None
-        assert outcome_check.source_refusal(names, names.scored(REWARD), message) is not None
+        assert outcome_consumer.source_refusal(names, names.scored(ROLLOUT), message) is None
+        assert outcome_consumer.source_refusal(names, names.scored(REWARD), message) is not None

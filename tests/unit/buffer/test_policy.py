@@ -4,7 +4,7 @@ import dataclasses
 
 import pytest
 
-from services.buffer import batch_repair, policy
+from services.buffer import policy
 from services.buffer.buffer_config import BufferConfig
 from services.buffer.policy import WrongStep
 from services.buffer.state import BufferState
@@ -119,7 +119,7 @@ def test_what_a_late_attempt_wrote_is_let_go_and_nothing_that_is_in_use() -> Non
     other = first.model_copy(update={"payload": Payload(keys=["another generation"], bytes=1)})
     fold(state, policy.scored(state, LIMITS, [other], 0.0))
     assert unwanted(state, other) == ["another generation"]  # made of the same attempt by a second replica
-    fold(state, batch_repair.lost_ready(state, group_id(0), 0.0))
+    fold(state, policy.lost_ready(state, group_id(0), 0.0))
     assert unwanted(state, first) == [f"{group_id(0)}:0"]
     score(state, 0, 1)
     fold(state, policy.form_batch(state, LIMITS, 0, 0, 0.0))
@@ -243,9 +243,9 @@ def test_a_group_whose_named_rewards_or_removed_samples_do_not_fit_is_dead(chang
 def test_a_lost_payload_has_its_group_generated_anew_once() -> None:
     state = started()
     score(state, 0)
-    [record] = fold(state, batch_repair.lost_ready(state, group_id(0), 0.0))
+    [record] = fold(state, policy.lost_ready(state, group_id(0), 0.0))
     assert isinstance(record, GroupRequeued) and record.attempt == 1
-    assert batch_repair.lost_ready(state, group_id(0), 0.0) == []
+    assert policy.lost_ready(state, group_id(0), 0.0) == []
     assert policy.scored(state, LIMITS, [came_back(group_id(0), attempt=0)], 0.0) == []
     assert policy.scored(state, LIMITS, [came_back(group_id(0), attempt=1)], 0.0)
 

@@ -14,8 +14,8 @@ import pytest
 from numpy.random import default_rng
 
 from benchmarks.buffer_core import GROUPS_PER_BATCH, WINDOWS, group_bytes, run
-from services.buffer.simulation import world as modelled_engine
-from services.buffer.simulation.simulate_command import (
+from services.buffer import simulated_world as modelled_engine
+from services.buffer.simulate_command import (
     ORDERS,
     POLICIES,
     PolicyOutcome,
@@ -26,7 +26,7 @@ from services.buffer.simulation.simulate_command import (
     main,
     settings,
 )
-from services.buffer.simulation.world import NO_BOUND, Baseline, LengthTally, ModelledEngine, WorkloadModel, World
+from services.buffer.simulated_world import NO_BOUND, Baseline, LengthTally, ModelledEngine, WorkloadModel, World
 from services.buffer.state import BufferState
 from shared.runtime.errors import ConfigError
 from shared.schema.ledger import BatchFormed, GroupRequeued, GroupsDropped, LedgerRecord

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
 
-from services.buffer import batch_repair, policy
+from services.buffer import policy
 from services.buffer.buffer_config import BufferConfig
 from services.buffer.state import BufferState, GroupState
 from shared.schema.digests import attest_scored
@@ -215,7 +215,7 @@ class World:
             if self.dice.random() < 0.8:
                 self.jobs.remove(job)
             message = Failed(group=job.group, attempt=job.attempt, reason="died", by="r")
-            anew = batch_repair.lost_failed(self.state, message, 0.0) if self.dice.random() < 0.3 else []
+            anew = policy.lost_failed(self.state, message, 0.0) if self.dice.random() < 0.3 else []
             self.decide(anew or policy.failed(self.state, message, 0.0))
 
     def fail_late(self) -> None:
@@ -227,7 +227,7 @@ class World:
     def lose_payload(self) -> None:
         """The store has lost a group, ready or not."""
         names = [*self.state.ready, *self.state.groups, "g99999999"]
-        self.decide(batch_repair.lost_ready(self.state, self.dice.choice(names), 0.0))
+        self.decide(policy.lost_ready(self.state, self.dice.choice(names), 0.0))
 
     def ask(self) -> None:
         """The trainer asks for its next batch: a new one, or one that it had before it died."""
@@ -235,7 +235,7 @@ class World:
             return
         version = self.limits.version_of_step(self.step)
         if self.step in self.state.batches:
-            self.decide(batch_repair.amended(self.state, self.limits, self.step, 0.0))
+            self.decide(policy.amended(self.state, self.limits, self.step, 0.0))
         else:
             self.decide(policy.form_batch(self.state, self.limits, self.step, version, 0.0))
         batch = policy.batch(self.state, self.step)
@@ -270,11 +270,11 @@ class World:
             step = group.step
             assert step is not None
             lost = self.dice.random() < 0.5
-            for _ in range(self.dice.randint(1, batch_repair.MOST_REFUSALS)):
+            for _ in range(self.dice.randint(1, policy.MOST_REFUSALS)):
                 self.refusals += 1
                 message = BatchRefused(step=step, group=group.id, sample=0, reason="no good", at=float(self.refusals))
                 for _ in range(self.dice.randint(1, 2)):
-                    self.decide(batch_repair.refused(self.state, message, 0.0, lost))
+                    self.decide(policy.refused(self.state, message, 0.0, lost))
 
     def train(self) -> None:
         """The trainer trains the batch it has and reports it, perhaps twice."""

@@ -17,7 +17,7 @@ from services.console.run_source import RunSource
 from shared.bus import runs
 from shared.config.run_config import RunConfig
 from shared.data.metric_files import METRIC_LINES
-from shared.schema.client_commands import Command, CommandOutcome
+from shared.schema.messages import Command, CommandOutcome
 from shared.schema.service_messages import ServiceEvent, ServiceStatus
 from shared.schema.weight_messages import ReplicaPush, WeightsLive, WeightsPushed
 from shared.view.metric_history import MOST, MOST_TAGS, MetricHistory, MetricSeries, PushHistory, RunMarks, moving_mean

@@ -11,7 +11,7 @@ from renderers import llama_3
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
 from services.gateway.chat_tokens import ChatTokens
-from shared.data.call_form import in_call_form
+from shared.data.tokenizer import in_call_form
 from shared.formats import anthropic_messages, openai_chat, openai_responses
 from shared.formats.request import TurnRefused
 from shared.sessions.session import Turn

@@ -17,7 +17,7 @@ from services.gateway.tinker.requests import MOST_AHEAD, ServedModel, forward_ba
 from shared.bus.command_log import CommandAudit
 from shared.formats.request import TurnRefused
 from shared.runtime.errors import ConfigError
-from shared.schema.client_commands import Command, CommandOutcome, LogEntry, Verb
+from shared.schema.messages import Command, CommandOutcome, LogEntry, Verb
 from tests.support.tables import table
 
 SERVED = ServedModel(("base", "/base"), 8, 100, 50, True)

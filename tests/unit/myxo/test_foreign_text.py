@@ -13,8 +13,8 @@ from rich.console import Console
 from rich.text import Text
 
 from myxo.commands import logs
+from myxo.display import SafeConsole
 from myxo.display.progress_display import Display, panel
-from myxo.display.safe_console import SafeConsole
 from shared.config.run_config import RunConfig
 from shared.runtime import telemetry
 from shared.runtime.safe_text import json_text, number, printable, printable_line

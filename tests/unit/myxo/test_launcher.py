@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from myxo.commands import serve
+from myxo.commands import up
 from myxo.launch import launcher
 from myxo.launch.launcher import Launch
 from myxo.launch.run_servers import DiskFull, DiskWatch
@@ -136,7 +136,7 @@ def test_a_training_endpoint_gets_on_by_its_answers() -> None:
 
 
 def test_what_a_server_accepts_without_an_answer_is_no_progress(monkeypatch: pytest.MonkeyPatch) -> None:
-    serving: Any = serve.Serving.__new__(serve.Serving)
+    serving: Any = up.Serving.__new__(up.Serving)
     trainer = SimpleNamespace(service="trainer", state="ready", engine="", at=0.0, gauges={})
     vars(serving).update(_signals=[], _statuses=[trainer], _progress=RunProgress(), _disk=SimpleNamespace(text=""))
     vars(serving).update(_tick_servers=lambda *_: None, _situation=lambda *_: None, _waits=SimpleNamespace(see=lambda *_: None))
@@ -147,7 +147,7 @@ def test_what_a_server_accepts_without_an_answer_is_no_progress(monkeypatch: pyt
         trainer.gauges = {"client_commands": next(answered, None)}
         return "died" if trainer.gauges["client_commands"] is None else None
 
-    monkeypatch.setattr(serve, "TICK_SECONDS", 0)
+    monkeypatch.setattr(up, "TICK_SECONDS", 0)
     supervisor = SimpleNamespace(note_ready=lambda _: None, statuses=lambda _: [], tick=tick)
     polling, shown = SimpleNamespace(done=lambda: False), SimpleNamespace(close=lambda: None)
     assert asyncio.run(serving._until_end(None, supervisor, polling, shown)) == "died"

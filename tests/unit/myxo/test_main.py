@@ -15,13 +15,12 @@ from hypothesis import strategies as st
 from rich.console import Console
 
 import shared
-from myxo.commands import evaluate, serve, up
+from myxo.commands import evaluate, up
 from myxo.commands.flag_list import completion, flag_list, lines_of, meanings
 from myxo.commands.up import dry_run, leading
 from myxo.main import COMMANDS, NEAR_WORDS, main, parse
 from myxo.preflight import Source, checked_config
-from myxo.run import config_toml
-from shared.config import flag_table, flags
+from shared.config import config_reading, flag_table, flags
 from shared.config.config_layers import over
 from shared.config.config_reading import parse as parse_config
 from shared.config.run_config import RunConfig
@@ -85,7 +84,7 @@ def test_what_would_be_taken_without_effect_is_refused_or_noted(
     path = tmp_path / "serve.toml"
     path.write_text("[rollout]\nrollout_batch_size = 8\nrollout_replicas = 2\n[tinker]\ntinker_endpoint = true\n")
     found = list[str]()
-    monkeypatch.setattr(serve, "checked_config", lambda source, **_: found.extend(source.given.notes) or 1 / 0)
+    monkeypatch.setattr(up, "checked_config", lambda source, **_: found.extend(source.given.notes) or 1 / 0)
     with pytest.raises(ZeroDivisionError):
         main(["serve", str(path)])
     assert [note.partition(" ")[0] for note in found] == ["rollout.rollout_batch_size"]
@@ -280,7 +279,7 @@ PLAIN = st.recursive(
 
 
 def test_every_section_and_field_is_there(tmp_path: Path) -> None:
-    text = config_toml.dump(run_config(tmp_path))
+    text = config_reading.dump(run_config(tmp_path))
     for section in RunConfig.model_fields:
         assert f"[{section}]" in text
     assert "num_rollout = 4" in text
@@ -294,7 +293,7 @@ def test_reads_back_the_same(tmp_path: Path) -> None:
         data={"apply_chat_template_kwargs": {"enable thinking": False}},
         trainer={"lr": 1e-6},
     )
-    assert parse_config(tomllib.loads(config_toml.dump(config))) == config
+    assert parse_config(tomllib.loads(config_reading.dump(config))) == config
 
 
 def test_null_of_the_users_own_tables_reads_back(tmp_path: Path) -> None:
@@ -307,7 +306,7 @@ def test_null_of_the_users_own_tables_reads_back(tmp_path: Path) -> None:
         eval={"sets": [{"name": "own", "path": "p", "agent_options": own, "metadata_overrides": own}]},
         rollout={"agent_options": own, "models": {"other": {"hf_checkpoint": str(tmp_path), "sglang": {"dtype": None, "dp-size": 2}}}},
     )
-    read = tomllib.loads(config_toml.dump(config))
+    read = tomllib.loads(config_reading.dump(config))
     assert parse_config(read) == config
     above = over(read, {"rollout": {"models": {"other": {"replicas": 3, "sglang": {"max-running-requests": 8}}}}})
     other = parse_config(above).rollout.models["other"]
@@ -324,11 +323,11 @@ def test_json_text_over_json_text_takes_its_place() -> None:
 @given(PLAIN)
 def test_any_value_survives(value: Any) -> None:
     config = run_config(Path("/x"), rollout={"sglang": {"value": value}})
-    assert tomllib.loads(config_toml.dump(config))["rollout"]["sglang"]["value"] == value
+    assert tomllib.loads(config_reading.dump(config))["rollout"]["sglang"]["value"] == value
 
 
 def test_what_toml_cannot_say_is_refused(tmp_path: Path) -> None:
     config = run_config(tmp_path)
     config.rollout.sglang["value"] = object()
     with pytest.raises(TypeError, match="object has no form in TOML"):
-        config_toml.dump(config)
+        config_reading.dump(config)

@@ -12,8 +12,7 @@ from myxo.preflight.engine_checks import check_models
 from myxo.preflight.inspection import Inspection, Note
 from myxo.preflight.machine_checks import check_gateways
 from myxo.preflight.run_plan import RunPlan, engine_table
-from myxo.run import config_toml
-from shared.config import devices
+from shared.config import config_reading, devices
 from shared.config.config_reading import load, parse, read
 from shared.config.rollout_section import TRANSFER
 from shared.config.run_config import RunConfig
@@ -336,5 +335,5 @@ def test_a_config_is_the_same_after_the_bus_and_as_printed(text: str, tmp_path: 
     config = of_yaml(tmp_path, text)
     assert RunConfig.model_validate_json(config.model_dump_json()) == config
     printed = tmp_path / "printed.toml"
-    printed.write_text(config_toml.dump(config))
+    printed.write_text(config_reading.dump(config))
     assert load(printed) == config

@@ -19,10 +19,9 @@ from myxo.main import main
 from myxo.preflight import Source
 from myxo.preflight.inspection import Inspection
 from myxo.preflight.machine_checks import check_directories
-from myxo.run import config_toml
 from myxo.run.run_directory import CHECKPOINTS, MARKER, RunDirectory
 from shared.bus import runs
-from shared.config import flags
+from shared.config import config_reading, flags
 from shared.config.config_reading import parse
 from shared.config.run_config import RunConfig
 from shared.model.quantization import ENTRY, FORMATS
@@ -128,7 +127,7 @@ def test_versions_are_numbered_by_the_runs_steps_and_flags_are_laid_over_key_by_
     kept.run.root.joinpath("logs").mkdir(parents=True)
     runs.freeze(kept.run.root, kept)
     for steps in ({"num_rollout": 4}, {"num_rollout": 0, "num_epoch": 3}):
-        (tmp_path / "run.toml").write_text(config_toml.dump(run_config(tmp_path, rollout=steps)))
+        (tmp_path / "run.toml").write_text(config_reading.dump(run_config(tmp_path, rollout=steps)))
         assert config_of(str(tmp_path / "run.toml"), tmp_path, flags.read([])).rollout.num_rollout == 8
     own = config_of("test", kept.run.dir, flags.read(["--sglang-page-size", "8"]))
     assert own.rollout.sglang == {"context-length": 64, "page-size": "8"}
@@ -155,7 +154,7 @@ def test_a_version_is_evaluated_by_a_run_of_its_own_without_a_trainer(tmp_path: 
     held_out = {"eval_prompt_data": ["a", "/a.jsonl"], "sets": [{"name": "b", "path": "/b.jsonl", "top_k": 3}], "eval_interval": 2}
     rollout = {"num_rollout": 4, "rollout_replicas": 2, "eval_replicas": 1, "rollout_precision": "fp8"}
     config = run_config(tmp_path, sft={"sft_data": "/s.jsonl"}, eval=held_out, rollout=rollout)
-    own = parse(tomllib.loads(config_toml.dump(evaluating(config, 3, tmp_path / "v3"))))
+    own = parse(tomllib.loads(config_reading.dump(evaluating(config, 3, tmp_path / "v3"))))
     assert (own.run.name, own.model.hf_checkpoint, own.rollout.num_rollout) == ("test-eval-v3", tmp_path / "v3", 0)
     assert own.debug.debug_rollout_only and own.sft.sft_data is None and own.eval == config.eval
     assert own.rollout.rollout_precision == "fp8"

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from myxo.commands import compare
+from myxo.commands import status
 from myxo.commands.status import REWARD, list_runs
 from myxo.launch.exit_report import never_trained, table
 from myxo.run.run_directory import READING, RunDirectory
@@ -327,13 +327,13 @@ def test_runs_are_compared_once_each_and_a_missing_picture_is_said(
     async def collect(_: None, config: RunConfig) -> SummaryTally:
         return SummaryTally(config)
 
-    monkeypatch.setattr(compare, "reach", reach)
-    monkeypatch.setattr(compare, "collect", collect)
+    monkeypatch.setattr(status, "reach", reach)
+    monkeypatch.setattr(status, "collect", collect)
 
     def compared(*runs: str, **more: Any) -> str:
         wanted = Namespace(**{"runs": list(runs), "dir": tmp_path, "picture": None, "json": False} | more)
         output = io.StringIO()
-        assert asyncio.run(compare.compare(wanted, Console(file=output))) == 0
+        assert asyncio.run(status.compare(wanted, Console(file=output))) == 0
         return output.getvalue()
 
     with pytest.raises(ConfigError, match="RUN = 'a a': at least two runs, each once"):

@@ -13,13 +13,12 @@ from types import SimpleNamespace
 import pytest
 from rich.console import Console
 
-from myxo.commands import serve, up
+from myxo.commands import up
 from myxo.commands.evaluate import evaluating
 from myxo.preflight import Source, engine_checks, inspect, objective_checks
 from myxo.preflight.inspection import Inspection, Note
-from myxo.run import config_toml
 from shared.bus import runs
-from shared.config import flags, slime_script
+from shared.config import config_reading, flags, slime_script
 from shared.config.config_reading import read
 from shared.config.run_config import RunConfig
 from shared.hooks.arguments import Arguments
@@ -103,7 +102,7 @@ def config_of(words: list[str], fresh: bool = False) -> RunConfig:
 def test_a_published_script_is_a_config_and_its_toml_is_the_same_one(script: str, tmp_path: Path) -> None:
     config = config_of(SCRIPTS[script])
     printed = tmp_path / "printed.toml"
-    printed.write_text(config_toml.dump(config))
+    printed.write_text(config_reading.dump(config))
     assert read(printed).config == config
 
 
@@ -151,7 +150,7 @@ def test_the_toml_of_any_part_of_a_script_gives_the_same_config(tmp_path: Path) 
             assert "problems" in vars(error), error
             continue
         printed = tmp_path / "printed.toml"
-        printed.write_text(config_toml.dump(config))
+        printed.write_text(config_reading.dump(config))
         assert read(printed).config == config, chosen
         tried += 1
 
@@ -244,7 +243,7 @@ def test_samples_are_to_come_with_their_rewards_where_nothing_is_named_that_scor
 
 def test_slimes_defaults_are_not_laid_over_a_config_file(tmp_path: Path) -> None:
     path = tmp_path / "run.toml"
-    path.write_text(config_toml.dump(config_of([*shlex.split(LEAST), "--max-staleness", "3"])))
+    path.write_text(config_reading.dump(config_of([*shlex.split(LEAST), "--max-staleness", "3"])))
     found = up.train_source(path, ["--lr", "2e-6"])
     config = read(found.path, found.given.overrides).config
     assert config is not None and (config.rollout.max_staleness, config.trainer.lr) == (3, 2e-6)
@@ -304,7 +303,7 @@ def test_other_weights_than_those_of_the_model_are_refused_and_a_conversion_is_t
 
 
 def test_the_printed_toml_has_a_key_for_no_label(tmp_path: Path) -> None:
-    text = config_toml.dump(config_of(shlex.split(LEAST)))
+    text = config_reading.dump(config_of(shlex.split(LEAST)))
     assert tomllib.loads(text)["data"]["label_key"] == ""
 
 
@@ -384,12 +383,12 @@ def test_the_command_that_continues_a_serve_has_its_flags(tmp_path: Path, monkey
         printed.append(again)
         return SimpleNamespace(run=run)
 
-    monkeypatch.setattr(serve, "Serving", serving)
-    monkeypatch.setattr(serve, "checked_config", lambda *_, **__: run_config(tmp_path))
+    monkeypatch.setattr(up, "Serving", serving)
+    monkeypatch.setattr(up, "checked_config", lambda *_, **__: run_config(tmp_path))
     for name in ("claimed", "logged"):
-        monkeypatch.setattr(serve, name, lambda *_: contextlib.nullcontext())
+        monkeypatch.setattr(up, name, lambda *_: contextlib.nullcontext())
     given = argparse.Namespace(config=tmp_path / "my serve.toml", flags=["--lora-rank", "16"], fresh=False)
-    assert serve._run(given, Console()) == 0
+    assert up._serve(given, Console()) == 0
     assert printed[0].endswith(f"myxo serve '{tmp_path}/my serve.toml' --lora-rank 16")
 
 

@@ -5,8 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from myxo.run import config_toml
-from shared.config import flags
+from shared.config import config_reading, flags
 from shared.config.config_layers import over
 from shared.config.config_reading import load, read
 from shared.data.data_files import DataFile
@@ -18,7 +17,7 @@ from tests.support.run_config import run_config
 def plain(tmp_path: Path) -> Path:
     """A whole config in a file of its own."""
     path = tmp_path / "plain.toml"
-    path.write_text(config_toml.dump(run_config(tmp_path, rollout={"sglang": {"page-size": 16, "mem-fraction-static": 0.5}})))
+    path.write_text(config_reading.dump(run_config(tmp_path, rollout={"sglang": {"page-size": 16, "mem-fraction-static": 0.5}})))
     return path
 
 
@@ -55,7 +54,7 @@ def test_flags_stand_over_all_and_the_dump_shows_the_whole(plain: Path, tmp_path
     path = write(tmp_path / "run.toml", 'base = "plain.toml"\n[trainer]\nlr = 1e-3\n')
     config = load(path, flags.parse(["--lr", "5e-4", "--num-layers", "4"]))
     assert config.trainer.lr == 5e-4
-    shown = tomllib.loads(config_toml.dump(config))
+    shown = tomllib.loads(config_reading.dump(config))
     assert "base" not in shown
     assert (shown["trainer"]["lr"], shown["trainer"]["megatron"]) == (5e-4, {"num_layers": 4})
 

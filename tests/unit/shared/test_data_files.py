@@ -13,15 +13,13 @@ from hypothesis import strategies as st
 
 from myxo.preflight.data_checks import check_files
 from myxo.preflight.inspection import Inspection
-from myxo.run import config_toml
 from myxo.run.run_directory import RunDirectory
-from shared.config import flags
+from shared.config import config_reading, flags
 from shared.config.config_reading import parse as parse_config
 from shared.config.run_config import RunConfig, changes
-from shared.data import read_progress
+from shared.data import rows
 from shared.data.data_files import DataFile, parse
-from shared.data.read_progress import ReadProgress
-from shared.data.rows import FeistelPermutation, MixedOrder
+from shared.data.rows import FeistelPermutation, MixedOrder, ReadProgress
 from shared.runtime.errors import ConfigError
 from tests.support.run_config import run_config, values
 from tests.support.tables import table
@@ -71,7 +69,7 @@ def test_lists_keep_their_form_in_json_toml_and_paths(tmp_path: Path) -> None:
     expected = [DataFile(Path("a.jsonl")), DataFile(Path("b.parquet"), 2, -1, 2.5), DataFile(Path("/c.jsonl"), weight=3.0)]
     assert config.data.prompt_data == expected
     assert RunConfig.model_validate_json(config.model_dump_json()) == config
-    assert parse_config(tomllib.loads(config_toml.dump(config))) == config
+    assert parse_config(tomllib.loads(config_reading.dump(config))) == config
     absolute = config.absolute(Path("/base"))
     assert [str(file) for file in absolute.data.prompt_data or ()] == ["/base/a.jsonl", "/base/b.parquet@[2:-1]*2.5", "/c.jsonl@[:]*3.0"]
     assert [str(file) for item in absolute.eval.eval_prompt_data or () for file in item.path] == ["/base/a.jsonl@[:3]"]
@@ -230,7 +228,7 @@ class Terminal(io.StringIO):
 def test_progress_is_for_long_work(monkeypatch: pytest.MonkeyPatch, terminal: bool, patience: float) -> None:
     screen = Terminal() if terminal else io.StringIO()
     monkeypatch.setattr(sys, "stderr", screen)
-    monkeypatch.setattr(read_progress, "PATIENCE_SECONDS", patience)
+    monkeypatch.setattr(rows, "PATIENCE_SECONDS", patience)
     monkeypatch.setenv("FORCE_COLOR", "1")
     monkeypatch.setenv("TERM", "xterm")
     with ReadProgress("indexing a.jsonl", 4000) as progress:

@@ -8,8 +8,7 @@ from typing import Any
 import pytest
 import yaml
 
-from myxo.run import config_toml
-from shared.config import flags
+from shared.config import config_reading, flags
 from shared.config.config_reading import load, parse, read
 from shared.config.eval_views import agents, eval_view, eval_views, group_config, reward_field, reward_key
 from shared.config.rollout_section import GENERATORS
@@ -46,7 +45,7 @@ def test_a_config_with_sets_comes_back_from_json_and_toml(tmp_path: Path) -> Non
         tmp_path, eval_prompt_data=["x", "x.jsonl"], sets=[{"name": "y", "path": ["a", "b"], **own}, {"name": "z", "path": "c"}]
     )
     assert RunConfig.model_validate_json(config.model_dump_json()) == config
-    text = config_toml.dump(config)
+    text = config_reading.dump(config)
     assert "[[eval.sets]]" in text and parse(tomllib.loads(text)) == config
     assert parse({**values(tmp_path), "eval": {"sets": [json.dumps({"name": "y", "path": "a"})]}}).eval.sets[0].name == "y"  # by a flag
     absolute = config.absolute(Path("/base"))
@@ -84,7 +83,7 @@ def test_a_command_is_a_list_or_text_as_for_a_shell(tmp_path: Path, words: list[
         tmp_path, rollout={"agent_command": command}, eval={"sets": [{"name": "x", "path": "x", "agent_command": words[0]}]}
     )
     assert config.rollout.agent_command == command
-    assert parse(tomllib.loads(config_toml.dump(config))) == config
+    assert parse(tomllib.loads(config_reading.dump(config))) == config
 
 
 def test_only_one_can_generate(tmp_path: Path) -> None:
@@ -178,7 +177,7 @@ def written(directory: Path, content: object) -> Path:
 def toml(directory: Path, eval_config: Path, more: str = "") -> Path:
     path = directory / "run.toml"
     config = run_config(directory).model_copy()
-    path.write_text(config_toml.dump(config).replace("[eval]\n", f'[eval]\neval_config = "{eval_config}"\n{more}', 1).replace(
+    path.write_text(config_reading.dump(config).replace("[eval]\n", f'[eval]\neval_config = "{eval_config}"\n{more}', 1).replace(
         "# eval_config = none\n", ""
     ))  # fmt: skip
     return path
@@ -212,7 +211,7 @@ def test_slimes_file_gives_data_sets_defaults_and_then_the_flags(tmp_path: Path)
         assert (rollout.rollout_max_response_len, rollout.rollout_top_p, view.own.repetition_penalty) == (16384, 0.7, 1.05)
         assert (rollout.rollout_temperature, rollout.n_samples_per_prompt, view.metadata) == (temperature, n, {"rm_type": kind})
     assert gpqa.config.rollout.rollout_stop == ["</answer>"]
-    again = parse(tomllib.loads(config_toml.dump(config)))
+    again = parse(tomllib.loads(config_reading.dump(config)))
     assert again == config  # what is printed holds the sets, and still says where they come from
 
 
@@ -285,7 +284,7 @@ def test_a_run_without_steps_is_the_half_that_it_needs(tmp_path: Path, sections:
     del nested["data"]
     config = parse(nested)
     assert not config.has_steps and (config.debug.debug_rollout_only, config.debug.trains_only) == half
-    assert parse(tomllib.loads(config_toml.dump(config))) == config
+    assert parse(tomllib.loads(config_reading.dump(config))) == config
     assert RunConfig.model_validate_json(config.model_dump_json()) == config
 
 

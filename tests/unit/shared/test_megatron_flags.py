@@ -5,8 +5,7 @@ from typing import Any
 
 import pytest
 
-from myxo.run import config_toml
-from shared.config import flag_table, flags
+from shared.config import config_reading, flag_table, flags
 from shared.config.config_reading import load, parse
 from shared.config.run_config import changes, field_sections
 from shared.model import architecture_flags
@@ -130,7 +129,7 @@ def test_toml_is_refused_by_key(tmp_path: Path, megatron: dict[str, Any], messag
 def test_the_command_line_stands_over_the_file_in_any_spelling(tmp_path: Path) -> None:
     config = run_config(tmp_path, trainer={"megatron": {"no_rope_fusion": True, "swiglu": True}})
     path = tmp_path / "run.toml"
-    path.write_text(config_toml.dump(config))
+    path.write_text(config_reading.dump(config))
     again = load(path, flags.parse(["--apply-rope-fusion"]))
     assert again.trainer.megatron == {"apply_rope_fusion": True, "swiglu": True}
     assert [line.split(":")[0] for line in changes(config, again)] == ["trainer.megatron"]

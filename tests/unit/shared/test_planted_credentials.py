@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 import structlog
 
-from myxo.run import config_toml
 from shared.bus import runs
+from shared.config import config_reading
 from shared.config.config_reading import parse
 from shared.config.run_config import RunConfig
 from shared.runtime import telemetry
@@ -47,7 +47,7 @@ def test_neither_the_directorys_config_nor_what_is_printed_holds_what_was_plante
     runs.freeze(tmp_path, config)
     whole.unlink()  # as for anybody but its owner
     written = (tmp_path / runs.FROZEN).read_text()
-    assert "hush" not in written and "hush" not in config_toml.dump(config.shown())
+    assert "hush" not in written and "hush" not in config_reading.dump(config.shown())
     copy = runs.frozen(tmp_path)
     assert copy is not None and copy.reward.rm_url == "https://…@rm.example.org/score?token=…&level=3"
     assert (copy.reward.reward_key, copy.reward.judge_key_variable, copy.data.label_key) == ("score", "JUDGE_KEY", "answer")
@@ -67,9 +67,9 @@ def test_neither_the_directorys_config_nor_what_is_printed_holds_what_was_plante
 
 def test_a_printed_table_with_a_null_is_refused_like_others(tmp_path: Path) -> None:
     config = run_config(tmp_path, run={"custom_args": {"api_key": "hush", "notes": None}})
-    assert parse(tomllib.loads(config_toml.dump(config))) == config
+    assert parse(tomllib.loads(config_reading.dump(config))) == config
     with pytest.raises(ConfigError, match=r"run\.custom_args.*stands for a credential"):
-        parse(tomllib.loads(config_toml.dump(config.shown())))
+        parse(tomllib.loads(config_reading.dump(config.shown())))
     with pytest.raises(ConfigError, match=r"run\.custom_args.*expecting property name"):
         parse(config.model_dump(mode="json") | {"run": {"name": "r", "custom_args": "{"}})
 

@@ -8,8 +8,7 @@ import pytest
 from myxo.commands import up
 from myxo.commands.evaluate import evaluating
 from myxo.preflight import checked_config
-from myxo.run import config_toml
-from shared.config import flag_table, flags
+from shared.config import config_reading, flag_table, flags
 from shared.config.config_layers import known_fields
 from shared.config.config_reading import ConfigReading, parse, read
 from shared.config.run_config import field_sections
@@ -192,7 +191,7 @@ def test_a_custom_config_file_stands_over_all_and_its_other_keys_go_to_the_users
         tmp_path / "v3",
     )
     assert config is not None
-    printed.write_text(config_toml.dump(evaluating(config, 3, weights)))
+    printed.write_text(config_reading.dump(evaluating(config, 3, weights)))
     again = read(printed).config
     assert again is not None and again.run.custom_args == {"max_turns": None}
     more = read(printed, {"run": {"custom_args": {"other": 2}}}).config

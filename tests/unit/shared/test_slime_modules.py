@@ -24,7 +24,7 @@ from shared.hooks.arguments import Arguments
 from shared.hooks.filters import check_reward_nonzero_std, check_reward_nonzero_std_with_fallback
 from shared.hooks.loading import SingletonMeta, load_function, split_path
 from shared.hooks.returned_output import RolloutFnEvalOutput, RolloutFnTrainOutput, call_rollout_fn
-from shared.hooks.slime import http_requests, model_processors, reward_dispatch, rollout_loop
+from shared.hooks.slime import http_requests, model_functions, reward_dispatch, rollout_loop
 from shared.hooks.slime import http_requests as background_loop
 from shared.hooks.slime.http_requests import HTTPStatusError
 from shared.hooks.slime.turn_masks import MultiTurnLossMaskGenerator
@@ -337,7 +337,7 @@ def test_a_checkpoints_own_code_runs_only_where_the_run_trusts_it(tmp_path: Path
     monkeypatch.setenv("HF_MODULES_CACHE", str(tmp_path / "modules"))
     Arguments(run_config(tmp_path, model={"trust_remote_code": trusted}))
     with contextlib.suppress(Exception):  # what it makes of the rest of this checkpoint is not the point
-        model_processors.load_tokenizer(str(tmp_path), trust_remote_code=True)
+        model_functions.load_tokenizer(str(tmp_path), trust_remote_code=True)
     assert (tmp_path / "ran").exists() is trusted
 
 

@@ -11,8 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transformers import AutoTokenizer
 
-from shared.data.call_form import in_call_form
-from shared.data.tokenizer import Tokenizer
+from shared.data.tokenizer import Tokenizer, in_call_form
 from shared.runtime.errors import ConfigError
 from tests.support import call_templates as templates
 from tests.support.byte_tokenizer import write_byte_tokenizer

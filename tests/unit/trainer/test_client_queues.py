@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from services.trainer.command_worker import BURST, MOST_ENTRIES, ClientQueues, CommandWorker
-from shared.schema.client_commands import Command, Verb
+from shared.schema.messages import Command, Verb
 
 NAMES = [f"a-{index:016x}:train:0" for index in range(3)]
 

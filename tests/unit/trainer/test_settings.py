@@ -6,12 +6,11 @@ from typing import Any
 import pytest
 import torch
 
-from myxo.run import config_toml
+from services.trainer.backend import TrainerSettings
 from services.trainer.batch_replay import offline, replay_config, replayed
 from services.trainer.megatron.megatron_backend import recomputation
-from services.trainer.trainer_settings import TrainerSettings
 from shared.bus import runs
-from shared.config import flags
+from shared.config import config_reading, flags
 from shared.config.config_reading import load, parse
 from shared.config.run_config import RunConfig
 from shared.config.trainer_section import TrainerSection
@@ -144,7 +143,7 @@ def test_a_replay_writes_where_its_run_does_not(tmp_path: Path) -> None:
     laid = tmp_path / "over.yaml"
     laid.write_text("save_hf: /exports/{rollout_id}\n")
     given = values(tmp_path, trainer={"save": "/saved"}, debug=debug, monitoring={"use_wandb": True, "wandb_dir": "/wandb"})
-    (tmp_path / "run.toml").write_text(config_toml.dump(parse(given)))
+    (tmp_path / "run.toml").write_text(config_reading.dump(parse(given)))
     config = load(tmp_path / "run.toml", {"run": {"custom_config_path": laid}})
     config.run.root.mkdir(parents=True)
     (config.run.root / runs.FROZEN).write_text(config.model_dump_json())

@@ -1,6 +1,6 @@
 """Writes what a model's operations compute for one sequence, inside each of an engine's scheduler processes, for ``myxo bisect``.
 
-SGLang enters by ``--forward-hooks``, whose hook `capture` makes. The names of the operations are `shared.model.layer_operations`'.
+SGLang enters by ``--forward-hooks``, whose hook `capture` makes. The names of the operations are `shared.model.architecture.OPERATIONS`.
 """
 
 from pathlib import Path

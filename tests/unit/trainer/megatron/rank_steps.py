@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from services.trainer.actor import Actor, StepResult
-from services.trainer.backend import gather_plan
+from services.trainer.backend import TrainerSettings, gather_plan
 from services.trainer.fsdp.experts import experts_of
 from services.trainer.objective.loss import PolicyLoss, SftLoss, ValueLoss
 from services.trainer.packing import PackedBatch
@@ -25,7 +25,6 @@ from services.trainer.parallel.likelihood import OutputHead, VocabularySlice
 from services.trainer.parallel.safetensors_reader import SafetensorsReader
 from services.trainer.parallel.staged_shards import StagedShards
 from services.trainer.reference_policy import FrozenWeights, ReferencePolicy
-from services.trainer.trainer_settings import TrainerSettings
 from services.trainer.weights.stage_sender import StageExport
 from shared.config.algorithm import AlgorithmSection
 from shared.config.trainer_section import TrainerSection

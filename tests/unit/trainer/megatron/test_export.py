@@ -9,9 +9,9 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from services.trainer.actor import PolicyExporter
 from services.trainer.megatron.hf_conversion import MegatronGatherPlan
 from services.trainer.parallel import export
-from services.trainer.policy_exporter import PolicyExporter
 from shared.model.final_exports import MARK
 from tests.support.run_config import run_config
 from tests.support.tables import table

@@ -1,4 +1,4 @@
-"""``myxo simulate``, or ``python -m services.buffer.simulation``: simulates every wanted policy at every wanted bound, and shows the
+"""``myxo simulate``, or ``python -m services.buffer.simulate_command``: simulates every wanted policy at every wanted bound, and shows the
 outcomes.
 
 They are shown as tables, as bars against the bound, as JSON, and as a picture; matplotlib is an optional extra (``myxo[report]``), imported
@@ -8,6 +8,7 @@ only when a picture is made.
 import argparse
 import importlib.util
 import json
+import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, fields
 from itertools import product
@@ -23,7 +24,7 @@ from rich.table import Table
 
 from services.buffer.buffer_config import BufferConfig
 from services.buffer.policy import Order
-from services.buffer.simulation.world import DECILES, Baseline, LengthShare, LengthTally, WorkloadModel, World
+from services.buffer.simulated_world import DECILES, Baseline, LengthShare, LengthTally, WorkloadModel, World
 from services.buffer.staleness import Policy
 from shared.config.rollout_section import RolloutSection
 from shared.runtime import exit_codes
@@ -410,3 +411,7 @@ def _simulate(plan: SimulationPlan, json_path: Path | None, chart: Path | None) 
         json_path.write_text(json.dumps(as_json(plan, baseline, outcomes), indent=2, ensure_ascii=False) + "\n")
     if chart is not None:
         draw(baseline, outcomes, chart)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
