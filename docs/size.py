@@ -24,8 +24,8 @@ ROOT = Path(__file__).resolve().parents[1]
 PACKAGES = tuple(name for name in ("services", "shared", "myxo") if (ROOT / name).is_dir())
 
 # CONTRIBUTING.md says how these two may move
-MOST_LINES = 105074
-MOST_FILES = 473
+MOST_LINES = 104900
+MOST_FILES = 450
 MOST_COMPLEXITY = 15
 MEDIAN_FUNCTION = 8  # lines, docstring included
 
