@@ -68,6 +68,7 @@ def test_a_run_whose_nats_data_are_lost_is_not_said_to_be_new(
             code, out, err = myxo.run(*words, environment=environment)
             assert (code, out.count("started")) == (exit_codes.BAD_INPUT, 0), (lost, words, out, err)
             assert said in err and "NATS's data are lost" in err and "makes one" not in err, (lost, words, err)
+    shutil.rmtree(root / "nats")  # which `up` has made
     (root / "slurm").mkdir()
     err = myxo.run("status", root)[2]
     assert "its NATS runs with its SLURM job alone" in err and "lost" not in err
