@@ -182,11 +182,12 @@ async def watch(run: str, directory: Path, console: Console) -> int:
     Returns 0, 1 where the audit found a violation, 3 where the run failed. Raises ConfigError where there is no such run, NotAtWork.
     """
     async with reach(run, directory) as access:
+        watched = RunWatch(access.bus, access.config, access.directory.root)
         if (await _phase(access))[0] not in runs.ENDS:
             if not access.live:
                 raise NotAtWork(f"run {access.run} is not running; {_continued(access)}")
-            await _until_end(access, console)
-        code = await exit_report.report_in_time(access.bus, access.config, access.directory, console)
+            await _until_end(access, watched, console)
+        code = await exit_report.report_in_time(access.bus, watched.config, access.directory, console)
         phase, reason = await runs.phase_and_reason(access.bus, access.run)
         if phase == runs.FAILED:
             say(f"myxo: run {access.run} failed: {reason}")
@@ -194,19 +195,18 @@ async def watch(run: str, directory: Path, console: Console) -> int:
         return code
 
 
-async def _until_end(access: Access, console: Console) -> None:
+async def _until_end(access: Access, watched: RunWatch, console: Console) -> None:
     run, bus = access.run, access.bus
     began = await runs.trained_steps(bus, run)
     view = RunView.at_start(access.config, began)
     registry, shown, phase = Registry(bus, run), Display(console, time.monotonic()), runs.RUNNING
-    watched = RunWatch(bus, access.config, access.directory.root)
     history = watched.history
     alarmed, judged = list[Alarm](), -ALARM_SECONDS
     try:
         while True:
             try:
-                services = await registry.alive()
-                if time.monotonic() > judged + ALARM_SECONDS:
+                services, (found, reason) = await registry.alive(), await runs.phase_and_reason(bus, run)
+                if found in runs.ENDS or time.monotonic() > judged + ALARM_SECONDS:
                     alarmed, judged = await watched.standing(services, live=True), time.monotonic()
                 if watched.history is not history:  # also of a run that was begun anew
                     began, history = await runs.trained_steps(bus, run), watched.history
@@ -214,7 +214,6 @@ async def _until_end(access: Access, console: Console) -> None:
                 now = time.time()
                 view = run_view(watched.config, services, before=view, began=began, wait=await watched.wait(services, now))
                 view = with_failures(view, history.failures_since(now - LATELY_SECONDS), history.failures.restarts.total())
-                found, reason = await runs.phase_and_reason(bus, run)
                 phase = found or runs.RUNNING
                 view = view.stopped(reason if phase == runs.FAILED else "")
             except BUS_ERRORS as error:

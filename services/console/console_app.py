@@ -78,10 +78,8 @@ class AccessToken:
             if message["type"] == "http.response.start":
                 headers = MutableHeaders(scope=message)
                 headers.update(_HEADERS)
-                if scope["path"].startswith("/api/") or answer is not None:
-                    headers["Cache-Control"] = "no-store"
-                else:
-                    headers["Cache-Control"] = "no-cache"  # asked for again each time, and answered with 304
+                own = scope["path"].startswith("/api/") or answer is not None
+                headers["Cache-Control"] = "no-store" if own else "no-cache"  # files are asked for again each time, and answered with 304
             await send(message)
 
         await (answer or self._app)(scope, receive, guarded)

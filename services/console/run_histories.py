@@ -9,7 +9,7 @@ import sqlite3
 import time
 from collections import OrderedDict
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Annotated
 
@@ -41,7 +41,7 @@ from shared.schema.message import Message
 from shared.schema.service_messages import MetricsWritten, ServiceEvent, ServiceStatus
 from shared.schema.weight_messages import WeightsLive, WeightsPushed
 from shared.view.alarms import HealthView, Symptoms, alarms, health_view, standing
-from shared.view.flow_history import FlowHistory
+from shared.view.flow_history import REWARD, FlowHistory
 from shared.view.flow_view import WINDOWS, FlowReader, FlowView, flow_view
 from shared.view.group_history import GroupRecord
 from shared.view.group_index import GroupIndex, KeptResponses
@@ -68,11 +68,10 @@ class MetricFiles:
     async def read(self, history: MetricHistory) -> bool:
         """Takes into ``history`` what is new in the files; returns whether anything was."""
         new = False
-        for directory in self._directories:
-            scalars = directory.read()
-            while batch := await asyncio.to_thread(list, itertools.islice(scalars, YIELD_EACH)):
-                for item in batch:
-                    new |= history.put(item.tag, item.step, item.value, item.at)
+        scalars = itertools.chain.from_iterable(directory.read() for directory in self._directories)
+        while batch := await asyncio.to_thread(list, itertools.islice(scalars, YIELD_EACH)):
+            for item in batch:
+                new |= history.put(item.tag, item.step, item.value, item.at)
         return new
 
     @property
@@ -241,6 +240,8 @@ class RunPipeline:
             raise SourceAway("the ledger has not been read yet")
         source, history, away = self._source, self._reader.history, {name: away.why for name, away in self._away().items()}
         found = standing(history, self._statuses(), away, source.directory, live=not source.over)
+        if found.finished and (rewards := source.shared(EventHistory).metrics.series.get(REWARD)) is not None:  # the files have all
+            found = replace(found, rewards=dict(zip(rewards.steps.tolist(), rewards.values.tolist(), strict=True)))
         return history, self._source.config, history.newest if source.over else time.time(), found
 
     def _statuses(self) -> list[ServiceStatus]:
@@ -305,7 +306,7 @@ class RunIndex:
 
     def __init__(self, source: RunSource) -> None:
         self._source, self._life, self._end = source, source.life, 0
-        self._kept_lock, self._problem = asyncio.Lock(), ""
+        self._kept_lock, self._problem, self._broke = asyncio.Lock(), "", ""
         self._begin()
         source.followers.append(self.follow)
 
@@ -316,29 +317,35 @@ class RunIndex:
 
     def reading(self) -> IndexProgress:
         """Returns how far the index is."""
-        damaged = 0 if self.kept is None else self.kept.torn
         return IndexProgress(
             read=self.groups.sequence,
             of=max(self._end, self.groups.sequence),
             admitted=self.groups.history.admitted,
-            damaged=damaged,
+            damaged=0 if self.kept is None else self.kept.torn,
             problem=self._problem,
             from_directory=not self._source.live,
         )
 
     async def follow(self) -> Collection[str]:
-        """Takes what is new. Raises SourceAway, BadMessage; sqlite3.Error where the disk is full, say, and begins anew: it may be torn."""
+        """Takes what is new. Raises SourceAway, BadMessage; sqlite3.Error where the disk is full, say: the index, which may be torn, begins
+        anew, and the error stands until it is whole again."""
         before = self.groups, self.groups.revision
         try:
             if self._source.live:
                 await self._read_ledger()
-                if self.groups.sequence < self._end:
-                    self._source.follow_again()
             await self._update_kept()
-        except sqlite3.Error:
+            if self.groups.sequence < self._end:
+                self._source.follow_again()
+            else:
+                self._broke = ""
+        except sqlite3.Error as error:
+            self._broke = f"the index of groups in TMPDIR, else /var/tmp: {error}"
             self._begin()
-            raise
-        return [SAMPLES] if (self.groups, self.groups.revision) != before else []
+        changed = [SAMPLES] if (self.groups, self.groups.revision) != before else []
+        if self._broke:
+            self._source.feed.touch(*changed)
+            raise sqlite3.OperationalError(self._broke)
+        return changed
 
     async def _read_ledger(self) -> None:
         """Takes what is new, for `PIECE_SECONDS`. A ledger that was made anew is read from its beginning."""

@@ -360,7 +360,7 @@ class RunSource:
         while True:
             await self._news.wait()
             self._news.clear()
-            failed = dict[str, str | None].fromkeys((LEDGER, FILE))
+            failed = dict[str, str]()
             for follower in self.followers:
                 try:
                     self.feed.touch(*await follower())
@@ -368,8 +368,7 @@ class RunSource:
                     self._news.set()
                 except (MyxoError, OSError, sqlite3.Error) as error:
                     self._news.set()
-                    what = LEDGER if isinstance(error, MyxoError) else FILE
-                    failed[what] = failed[what] or str(error)
-            for what, why in failed.items():
-                self._note(what, why)
+                    failed.setdefault(LEDGER if isinstance(error, MyxoError) else FILE, str(error))
+            for what in (LEDGER, FILE):
+                self._note(what, failed.get(what))
             await asyncio.sleep(POLL_SECONDS)

@@ -158,7 +158,7 @@ def _services(found: Symptoms) -> Iterator[Alarm]:
             AlarmKind.AWAY,
             f"{shortened_line(name)} is away: {shortened_line(why)}",
             "What it does stands still; nothing is lost, and the others wait for it within their deadlines.",
-            "If it does not come back by itself, `myxo logs` shows how it ended.",
+            "If it does not come back by itself, `myxo logs` shows how a service ended; a file needs room, or the permission to read it.",
         )
     for name, (times, reason) in found.restarts.items():
         yield Alarm(

@@ -12,7 +12,7 @@ import threading
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Any, Literal, get_args
+from typing import Annotated, Any, Literal, NamedTuple, get_args
 
 from pydantic import BaseModel, ConfigDict, Field, FiniteFloat, StringConstraints, TypeAdapter, ValidationError
 
@@ -204,8 +204,7 @@ class IndexedBatch:
     ended: float | None
 
 
-@dataclass(frozen=True)
-class KeptPlace:
+class KeptPlace(NamedTuple):
     """Where the kept responses of a group lie: bytes [start, start + size) of a file in ``rollouts/``."""
 
     group: str
@@ -259,7 +258,6 @@ class GroupIndex:
                 self.sequence = sequence
             self._put(dirty.values())
             self._database.executemany("INSERT OR REPLACE INTO events VALUES (?,?,?,?,?)", [row for row in reported if row[-1] is not None])
-            self._database.execute("COMMIT")
             self.revision += 1
 
     def add(self, groups: Sequence[GroupRecord]) -> None:
@@ -272,10 +270,9 @@ class GroupIndex:
 
     def keep(self, places: Sequence[KeptPlace]) -> None:
         """Takes the places of kept responses. Of two of the same attempt the last counts: `myxo repair` may have cut the first."""
-        rows = [(place.group, place.attempt, place.file, place.start, place.size) for place in places]
         with self._lock:
             self._database.execute("BEGIN")
-            self._database.executemany("INSERT OR REPLACE INTO kept VALUES (?,?,?,?,?)", rows)
+            self._database.executemany("INSERT OR REPLACE INTO kept VALUES (?,?,?,?,?)", places)
             self._database.execute("COMMIT")
             self.revision += 1
 
@@ -367,9 +364,8 @@ class GroupIndex:
         if group.status != TRAINED or group.step is None:
             return []
         asked = "SELECT steps, sequence, at FROM checkpoints WHERE steps > ? ORDER BY steps LIMIT 1"
-        found = self._rows(asked, (group.step,))
         what = "a checkpoint of {} steps is durable, its samples are freed"
-        return [(sequence, at, "checkpoint_durable", what.format(steps)) for steps, sequence, at in found]
+        return [(sequence, at, "checkpoint_durable", what.format(steps)) for steps, sequence, at in self._rows(asked, (group.step,))]
 
     def _rows(self, statement: str, values: Sequence[Any]) -> list[Any]:
         with self._lock:
@@ -435,8 +431,7 @@ class KeptResponses:
         read = self._read.get(path.name)
         if read is not None and (read.inode != state.st_ino or state.st_size < read.end):
             self._forget(path.name)
-            read = None
-        read = self._read.setdefault(path.name, read or _ReadFile(state.st_ino))
+        read = self._read.setdefault(path.name, _ReadFile(state.st_ino))
         if state.st_size > read.end:
             lines: list[KeptLine] = []
             for entry in kept_lines(path, read.end):

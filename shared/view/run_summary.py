@@ -3,7 +3,7 @@
 import math
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from functools import partial
 from typing import Any
 
@@ -209,7 +209,9 @@ class SummaryTally:
 
     def alarms(self) -> list[Alarm]:
         """Returns the alarms that stand at the last record."""
-        return alarms(standing(self.flow, (), {}, None, live=False), self.config)
+        found = standing(self.flow, (), {}, None, live=False)
+        whole = {step: reward for step, reward in enumerate(self.rewards) if math.isfinite(reward)}  # events of a long run are dropped
+        return alarms(replace(found, rewards=found.rewards if 0 in found.rewards else whole), self.config)
 
     def _trained(self, step: int, groups: Sequence[GroupRecord]) -> None:
         rewards = [reward for group in groups for reward in group.rewards]

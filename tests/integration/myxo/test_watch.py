@@ -1,6 +1,7 @@
 """``myxo watch`` and ``myxo top`` on a NATS server that somebody else runs: to the end of the run, across the server's death."""
 
 import asyncio
+import contextlib
 import json
 import os
 import pty
@@ -211,6 +212,23 @@ async def test_a_run_that_is_begun_anew_is_watched_from_its_beginning(bus: Bus, 
     again = watched.history
     await watched.standing((), live=True)
     assert watched.history is again is not old and len(again.steps) == 1 and watched.config.rollout.num_rollout == 7
+
+
+def test_a_run_that_is_begun_anew_is_reported_by_its_own_config(myxo: Myxo, nats: EmbeddedNats, config: RunConfig) -> None:
+    put(nats, config, records()[:7])
+    watching = myxo.start("watch", config.run.name, environment={"NATS_URL": nats.url})
+    assert first_line(watching).startswith("step 1/2")
+
+    async def erase() -> None:
+        async with contextlib.aclosing(await Bus.connect(nats.url, "test")) as bus:
+            await erase_from_bus(bus, config.run.name)
+
+    asyncio.run(erase())
+    bound = config.rollout.max_staleness + 5
+    put(nats, config.model_copy(update={"rollout": config.rollout.model_copy(update={"max_staleness": bound})}), records())
+    code, out, err = ended(watching)
+    assert (code, err) == (0, ""), out + err
+    assert json.loads((config.run.root / "summary.json").read_text())["max_staleness"] == bound
 
 
 def test_a_watch_names_who_was_killed_and_who_failed(config: RunConfig) -> None:

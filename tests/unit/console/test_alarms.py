@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 
 from myxo.main import parse
-from services.console import run_source
-from services.console.run_histories import EventHistory, OtherRuns, RunIndex
+from services.console import run_histories, run_source
+from services.console.run_histories import EventHistory, OtherRuns, RunIndex, RunPipeline
 from services.console.run_source import FILE, LEDGER, SAMPLES, AbsentServices, ChangeFeed, RunSource
 from shared.bus import runs
 from shared.bus.subjects import Subjects
@@ -22,7 +22,7 @@ from shared.config.run_config import RunConfig
 from shared.config.service_sections import MonitoringSection
 from shared.data.metric_files import METRIC_LINES
 from shared.runtime.errors import BadMessage
-from shared.schema.ledger import GroupDead, GroupsAdmitted, GroupsDropped
+from shared.schema.ledger import GroupDead, GroupsAdmitted, GroupsDropped, RunFinished
 from shared.schema.service_messages import MetricsWritten, ServiceEvent, ServiceStatus
 from shared.schema.weight_messages import WeightsPushed
 from shared.view.alarms import (
@@ -51,9 +51,9 @@ from shared.view.alarms import (
     standing,
     symptoms,
 )
-from shared.view.flow_history import DeadGroup, FlowHistory, StepRecord
+from shared.view.flow_history import REWARD, DeadGroup, FlowHistory, StepRecord
 from shared.view.group_index import GroupIndex, GroupQuery
-from shared.view.metric_history import PUSH_METRICS
+from shared.view.metric_history import PUSH_METRICS, MetricHistory
 from tests.support.run_config import SERVED, run_config
 from tests.support.tables import table
 
@@ -433,13 +433,37 @@ async def test_an_index_whose_disk_was_full_or_whose_run_began_anew_is_read_anew
     def full(*_given: object) -> None:
         raise sqlite3.OperationalError("database or disk is full")
 
-    known: dict[str, Any] = {"names": Subjects("r"), "directory": None, "followers": [], "read": read}
-    source = SimpleNamespace(**known, live=True, life="old", ledger_end=ledger_end)
+    known: dict[str, Any] = {"names": Subjects("r"), "directory": None, "followers": [], "read": read, "feed": ChangeFeed()}
+    source = SimpleNamespace(**known, live=True, life="old", ledger_end=ledger_end, follow_again=lambda: None)
     index = RunIndex(source)  # type: ignore[arg-type]
+    monkeypatch.setattr(run_histories, "RECORDS", 1)
+    monkeypatch.setattr(run_histories, "PIECE_SECONDS", -1.0)  # one record a piece
     with monkeypatch.context() as patched, pytest.raises(sqlite3.Error):
         patched.setattr(GroupIndex, "_put", full)
         await index.follow()
+    for _ in range(2):  # what is shown lacks groups until all are read again
+        with pytest.raises(sqlite3.Error, match="TMPDIR.*: database or disk is full"):
+            await index.follow()
     assert await index.follow() == [SAMPLES] and index.groups.page(GroupQuery())[1] == 3
     source.life = "new"
     del records[1:]
     assert await index.follow() == [SAMPLES] and index.groups.page(GroupQuery())[1] == 1
+
+
+async def test_a_long_run_whose_first_events_are_dropped_is_judged_by_its_metric_files(tmp_path: Path) -> None:
+    async def read(stream: str, *_given: object, **_named: object) -> AsyncIterator[tuple[int, Any]]:
+        if stream == Subjects("r").ledger_stream:
+            yield 1, RunFinished(steps=COMPARED_STEPS, at=1.0)
+
+    async def ledger_end() -> int:
+        return 1
+
+    found = MetricHistory()
+    for number in range(COMPARED_STEPS):
+        found.put(REWARD, number, 0.5, 1.0)
+    known: dict[str, Any] = {"run": "r", "directory": None, "away": {}, "over": True, "live": True, "life": "", "connected": False}
+    known |= {"config": run_config(tmp_path), "read": read, "ledger_end": ledger_end, "followers": [], "lookers": []}
+    source: Any = SimpleNamespace(**known, shared=lambda _kind: SimpleNamespace(metrics=found))
+    pipeline = RunPipeline(source)
+    await source.followers[0]()
+    assert [alarm.kind for alarm in (await pipeline.health()).alarms] == [AlarmKind.NOT_RISEN]

@@ -42,6 +42,7 @@ from shared.schema.ledger import (
 )
 from shared.schema.messages import SampleMeta, ScoredGroup, Trained
 from shared.schema.service_messages import ServiceEvent, WarmStartEnded
+from shared.view.alarms import AlarmKind
 from shared.view.run_summary import GroupCounts, SummaryTally
 from tests.support import tables
 from tests.support.attested_ledger import attested
@@ -146,6 +147,14 @@ def tally(config: RunConfig, records: list[LedgerRecord]) -> SummaryTally:
     for record in records:
         result.apply(record)
     return result
+
+
+def test_a_long_run_whose_first_events_are_dropped_is_judged_by_its_ledger(tmp_path: Path) -> None:
+    long = SummaryTally(run_config(tmp_path))
+    long.rewards, long.flow.finished, long.flow.rewards = [0.5] * 12, True, {11: 0.5}
+    assert [alarm.kind for alarm in long.alarms()] == [AlarmKind.NOT_RISEN]
+    long.rewards[0] = math.nan  # what was before is not known
+    assert not long.alarms()
 
 
 NEVER = "57 % of prompts were never trained"
