@@ -55,6 +55,9 @@ _WRITTEN: dict[tuple[str, str], tuple[Callable[..., Any], Callable[..., Any]]] =
     },
     **{key: (str, lambda kind, held: kind(held)) for key in (("decimal", "Decimal"), ("fractions", "Fraction"))},
 }
+# Modules whose exceptions are classes of both ends, loaded or not. They say that a value is wrong; those of asyncio, concurrent.futures and
+# unittest have a task dropped or a test skipped, and are made by their name, as all others are
+_RAISED = ("json.decoder", "decimal", "subprocess", "dataclasses", "statistics", "struct", "binascii", "zlib", "re", "_csv", "sqlite3")
 _OPEN = ("tests", "collections", "types")  # The modules of which the code may ask attributes of objects that the tests gave it
 # What the owner of an object does with it
 _OWNERS: dict[str, Callable[..., Any]] = {
@@ -132,8 +135,7 @@ for _name in _OWNERS:
 for _name, _operation in _BETWEEN.items():
     setattr(Remote, _name, _between(_name, _operation))
 for _name in _REFLECTED:
-    _operation = _BETWEEN[f"__{_name}__"]
-    setattr(Remote, f"__r{_name}__", lambda self, other, _operation=_operation: _operation(other, _value(self)))
+    setattr(Remote, f"__r{_name}__", lambda self, other, _operation=_BETWEEN[f"__{_name}__"]: _operation(other, _value(self)))
 for _name, _operation in _OF_VALUES.items():
     setattr(Remote, _name, lambda self, *given, _operation=_operation: _operation(_value(self), *given))
 
@@ -144,7 +146,7 @@ def _plain(owned: Any) -> Any:
         if isinstance(owned, kind):
             return kind(owned)
     if hasattr(owned, "tolist"):
-        return owned.tolist()
+        return float(owned) if hasattr(owned, "as_integer_ratio") else owned.tolist()
     if isinstance(owned, type({}.keys()) | type({}.items())):
         return set(owned)
     raise TypeError(f"a {type(owned).__name__} has no plain value")
@@ -181,8 +183,7 @@ class Peer:
         _, (name, *given), named = message
         outside, printed = sys.stdout, _io.StringIO()
         value = error = None
-        if not self._tests:
-            sys.stdout = printed
+        sys.stdout = outside if self._tests else printed
         try:
             value = self._done(name, given, named)
         except BaseException as raised:
@@ -192,8 +193,9 @@ class Peer:
         mutable = [each if type(each) in (list, dict, set, bytearray) else None for each in (*given, *named.values())]
         try:
             self._send(("answered", value, error, mutable, printed.getvalue()))
-        except Exception as raised:  # of an error then its class
-            self._send(("answered", None, (error[0], (), {}) if error else _sent_error(raised), [], printed.getvalue()))
+        except Exception as raised:  # of an error then its class and text
+            error = (error[0], (), {"__text__": error[2].get("__text__", "")}) if error else _sent_error(raised)
+            self._send(("answered", None, error, [], printed.getvalue()))
 
     def _done(self, name: str, given: list[Any], named: dict[str, Any]) -> Any:
         owned = given[0]
@@ -278,14 +280,16 @@ class Peer:
         return _WRITTEN[module, name][1](getattr(_imported(module), name), self._decoded(text))
 
     def error_class(self, names: tuple[tuple[str, str], ...]) -> type[BaseException]:
-        """Returns the class of this process for one of the other's: the builtin one, that of a module that is loaded here, or one of its
-        name below the nearest of these. unittest's own would have a test skipped."""
+        """Returns the class of this process for one of the other's: that of builtins or of `_RAISED`, or one of its name below the nearest
+        of these, whose text is the other's."""
         (module, name), *above = names
-        for place in (builtins, sys.modules.get(module)):
+        for place in (builtins, _imported(module) if module in _RAISED else None):
             known = getattr(place, name, None)
-            if isinstance(known, type) and issubclass(known, BaseException) and "unittest" not in str([*known.__mro__]):
+            if isinstance(known, type) and issubclass(known, BaseException):
                 return known
-        return self._errors.setdefault(name, type(name, (self.error_class(tuple(above)),), {"__module__": "solution"}))
+        base = self.error_class(tuple(above))
+        made = {"__module__": "solution", "__str__": lambda own: vars(own)["__text__"] if "__text__" in vars(own) else base.__str__(own)}
+        return self._errors.setdefault(name, type(name, (base,), made))
 
     def _error(self, names: tuple[tuple[str, str], ...], given: tuple[Any, ...], held: dict[str, Any]) -> BaseException:
         kind = self.error_class(names)
@@ -294,7 +298,7 @@ class Peer:
         except Exception:
             try:
                 error = kind.__new__(kind, *given)
-            except TypeError:  # its module alone can make one
+            except Exception:  # its module alone can make one
                 return self._error(names[1:], given, held)
         error.__dict__.update(held)
         return error
@@ -316,13 +320,15 @@ def _names(kind: type[BaseException]) -> tuple[tuple[str, str], ...]:
 
 
 def _sent_error(raised: BaseException) -> tuple[tuple[tuple[str, str], ...], tuple[Any, ...], dict[str, Any]]:
-    """Returns an exception as it is sent: its classes, its arguments, and its attributes with the line of the code that raised it."""
-    held, trace = {**vars(raised)}, raised.__traceback__
+    """Returns an exception as it is sent: its classes, its arguments, and its attributes with its text and the line that raised it."""
+    held, notes, trace = {**vars(raised)}, vars(raised).get("__notes__", ()), raised.__traceback__
+    if not hasattr(builtins, type(raised).__name__):
+        held["__text__"] = str(raised)
     while trace is not None:
         if trace.tb_frame.f_code.co_filename == "main.py":
-            held["__notes__"] = [f'File "main.py", line {trace.tb_lineno}, in {trace.tb_frame.f_code.co_name}']
+            held["__notes__"] = [*notes, f'File "main.py", line {trace.tb_lineno}, in {trace.tb_frame.f_code.co_name}']
         trace = trace.tb_next
-    return _names(type(raised)), raised.args if hasattr(builtins, type(raised).__name__) else (str(raised),), held
+    return _names(type(raised)), raised.args, held
 
 
 def _changed(passed: tuple[Any, ...], given: list[Any]) -> None:
@@ -330,11 +336,8 @@ def _changed(passed: tuple[Any, ...], given: list[Any]) -> None:
     for mine, theirs in zip(passed, given, strict=False):
         if theirs is None or type(mine) is not type(theirs) or mine == theirs:
             continue
-        if isinstance(mine, list | bytearray):
-            mine[:] = theirs
-        else:
-            mine.clear()
-            mine.update(theirs)
+        mine.clear()
+        (mine.extend if isinstance(mine, list | bytearray) else mine.update)(theirs)
 
 
 def _imported(name: str) -> Any:
@@ -344,8 +347,7 @@ def _imported(name: str) -> Any:
 
 def _load(code: str) -> dict[str, Any]:
     """Executes the code as the module ``solution``. Returns its global names."""
-    solution = types.ModuleType("solution")
-    sys.modules["solution"] = solution
+    solution = sys.modules["solution"] = types.ModuleType("solution")
     exec(compile(code, "main.py", "exec", dont_inherit=True), solution.__dict__)
     return {name: value for name, value in solution.__dict__.items() if not name.startswith("__")}
 
@@ -359,8 +361,7 @@ def run(code: str, entry: str) -> None:
     if os.fork() == 0:
         for descriptor in (_REPORT, asked_write, answered_read):
             os.close(descriptor)
-        empty = os.open(os.devnull, os.O_RDONLY)
-        os.dup2(empty, 0)
+        os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
         libc.prctl(_PR_SET_DUMPABLE, 1, 0, 0, 0)
         peer = Peer(asked_read, answered_write, tests=False)
         _OWNERS["load"] = _load

@@ -117,8 +117,9 @@ _FINAL, _THOUGHT = "####", "</think>"
 _WORDS = re.compile(r"[^\W\d_]+(?:[\s'.-]+[^\W\d_]+)*\.?\Z")
 _PROSE = re.compile(r"(?<!\\)\b(?!(?:arc)?(?:sin|cos|tan)|sqrt|log|exp|(?:and|max|min|inf)\b)[^\W\d_]{3,}\b", re.IGNORECASE)
 _FULL_STOP = re.compile(r"(?<!\.)\.\Z")
-# A short text without two words in it, and no word of several letters, which would be their product
-_TERM = re.compile(r"(?![^\W\d_]{2,}\Z|.*(?<![\\\w])\w+\s+\w).{1,100}\Z", re.DOTALL)
+# A short text without two words in it (``3 x`` is none), and no word of several letters, which would be their product
+_TERM = re.compile(r"(?![^\W\d_]{2,}\Z|.*(?<![\\\w])(?!\d+\s+[^\W\d_](?!\w))\w+\s+\w).{1,100}\Z", re.DOTALL)
+_STRESSED = re.compile(r"\A(\*\*?|`)(\$?[-+\u2212]?\d[\d,./]*\s[^*`\d]*)\1\.?\s*\Z")  # one number and words behind it
 _DIGITS = re.compile(r"(?<![\w.])[-+]?\d[\d,]*(?:\.\d+)?(?:/\d+)?", re.ASCII)
 
 
@@ -146,8 +147,7 @@ def math_verify(response: str, label: str) -> float:
     """
     truth, said = _truth(label), response.rpartition(_THOUGHT)[2]
     response = said if said.strip() else response
-    answer = _marked(response)
-    if answer is not None:
+    if (answer := _marked(response)) is not None:
         return _compared(answer, _latex, truth) if len(answer) <= LONGEST_ANSWER else 0.0
     response = _tail(response)
     if truth.number is not None and (ending := _PLAIN_ENDING.match(response)) is not None:
@@ -166,7 +166,7 @@ def _compared(said: str, expression: Callable[[str], str], truth: _Truth) -> flo
     if truth.number is not None and number is not None:
         return truth.equals(number)
     found = _parse(f"${number}$" if number is not None else expression(said))
-    if number is None and "\\boxed" not in said and (same or _TERM.match(answer)):
+    if number is None and "\\boxed" not in said and (same or _TERM.match(_latex(answer))):
         found += _parse(f"${_latex(answer)}$")
     truths = [truth.number or truth.expression, *([f"{truth.number}\\%"] if truth.percent else [])]
     return 1.0 if any(bool(_library().verify(_parsed(expected), found, timeout_seconds=None)) for expected in truths) else 0.0
@@ -180,8 +180,7 @@ def read(label: str) -> str:
 
 @lru_cache(64)  # the samples of a group have one label
 def _truth(label: str) -> _Truth:
-    marked = _marked(label)
-    answer = label if marked is None else marked
+    answer = label if (marked := _marked(label)) is None else marked
     if len(answer) > LONGEST_ANSWER:
         raise ValueError(f"the label {shown(answer)} has {len(answer)} characters; an answer has at most {LONGEST_ANSWER}")
     text = _plain(answer)
@@ -260,8 +259,8 @@ def _plain(text: str) -> str:
 
 
 def _latex(text: str) -> str:
-    """Returns ``sin x``, ``sqrt(2)``, ``x**2`` and ``2 1/2`` as LaTeX."""
-    return _ROOT.sub(r"\\sqrt{\1}", _FUNCTION.sub(r"\\\1", _mixed(text).replace("**", "^")))
+    """Returns ``sin x``, ``sqrt(2)``, ``x**2`` and ``2 1/2`` as LaTeX, and ``**18 eggs**`` without the stars."""
+    return _ROOT.sub(r"\\sqrt{\1}", _FUNCTION.sub(r"\\\1", _mixed(_STRESSED.sub(r"\2", text)).replace("**", "^")))
 
 
 def _mixed(text: str) -> str:

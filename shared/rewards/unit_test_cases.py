@@ -41,10 +41,10 @@ def _myxo_plain(value):
             return set(found) if kind is frozenset else kind(found)
     if value is None:
         return None
-    if hasattr(value, "item"):  # a number of numpy's, or an array of one
-        return _myxo_plain(value.item())
     if hasattr(value, "as_integer_ratio"):
         return float(value)
+    if hasattr(value, "item"):  # a number of numpy's, or an array of one
+        return _myxo_plain(value.item())
     raise TypeError(f"a value of type {type(value).__name__} is not compared")
 """
 

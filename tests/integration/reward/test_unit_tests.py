@@ -138,12 +138,16 @@ async def test_a_test_that_did_not_come_to_its_end_has_not_passed(pool: Verifier
 
 
 STACK = """
+from json import JSONDecodeError
 from collections import Counter, namedtuple
 from dataclasses import dataclass
 import contextlib, enum, json, math, subprocess
 class Refused(ValueError):
     def __init__(self, code, by): super().__init__(f"refused: {code}"); self.code, self.by = code, by
 class Empty(Exception): pass
+class Lost(OSError): pass
+class NoKey(KeyError):
+    def __str__(self): return "no key"
 class Stack:
     def __init__(self, *items): self.items = list(items)
     def push(self, item): self.items.append(item)
@@ -183,8 +187,13 @@ def biggest(values): return max(values, key=len)
 def parse(text): return json.loads(text)
 def call(): raise subprocess.CalledProcessError(3, ["ls"])
 def refuse(): raise Refused(400, Stack(1))
+def lose(): raise Lost(2, "gone")
+def miss():
+    error = NoKey("k", 5)
+    error.add_note("own")
+    raise error
 def circle():
-    error = Empty()
+    error = Empty("round")
     error.held = [error]
     error.held.append(error.held)
     raise error
@@ -205,7 +214,11 @@ def circle():
         "import json\ntry: parse('{')\nexcept json.JSONDecodeError as error: assert (error.pos, error.doc) == (1, '{')\nelse: assert False",
         "import subprocess as s\ntry: call()\nexcept s.CalledProcessError as error: assert error.returncode == 3\nelse: assert False",
         "try: refuse()\nexcept Refused as e: assert (e.code, str(e), e.by.pop()) == (400, 'refused: 400', 1)\nelse: assert False",
-        "try: circle()\nexcept Empty: pass\nelse: assert False",
+        "try: parse('{')\nexcept JSONDecodeError as error: assert error.pos == 1\nelse: assert False",
+        "try: lose()\nexcept Lost as e: assert (e.errno, e.args, str(e)) == (2, (2, 'gone'), '[Errno 2] gone')\nelse: assert False",
+        "try: miss()\nexcept NoKey as e: assert (e.args, str(e), e.__notes__[0]) == (('k', 5), 'no key', 'own')\nelse: assert False",
+        rare("assert (str(Lost(2, 'gone')), str(Empty('no'))) == ('[Errno 2] gone', 'no')"),
+        "try: circle()\nexcept Empty as error: assert str(error) == 'round'\nelse: assert False",
         "try: refuse()\nexcept ValueError as e: assert e.code != 401 and 'in refuse' in e.__notes__[0]\nelse: assert False",
         "assert apply(lambda value: value * 2, [1, 2]) == [2, 4] and apply(str, [1]) == ['1']",
         rare("import itertools\nassert list(itertools.islice(evens(), 3)) == [0, 2, 4]"),
@@ -299,6 +312,33 @@ if any(re.search("assert x == [5]1|self.assertEqual.f.1., [5]1", text) for text 
 )
 async def test_code_finds_neither_the_tests_nor_a_way_to_pass_them(pool: VerifierPool, code: str, label: Any) -> None:
     assert await parts(pool, code, label) == (0.0, 0.0)
+
+
+GROUP = """
+import asyncio
+async def same(x): assert f(x) == x
+async def test_f():
+    async with asyncio.TaskGroup() as group:
+        group.create_task(same(1))
+"""
+OWN = """
+class Skipped(Exception): pass
+def test_f():
+    try: assert f(1) == 1
+    except Skipped: pass
+"""
+
+
+@pytest.mark.parametrize(
+    ("code", "label"),
+    [
+        ("import asyncio\ndef f(x): raise asyncio.CancelledError", GROUP),
+        ("class Skipped(Exception): __module__ = 'tests'\ndef f(x): raise Skipped", OWN),
+    ],
+)
+async def test_no_exception_of_the_codes_has_a_test_passed_over(pool: VerifierPool, code: str, label: str) -> None:
+    assert await parts(pool, code, label) == (0.0, 0.0)
+    assert await parts(pool, "def f(x): return x", label) == (1.0, 1.0)
 
 
 @pytest.mark.parametrize("name", ["__future__", "_json"])

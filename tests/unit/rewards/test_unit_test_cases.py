@@ -107,8 +107,8 @@ def test_a_value_is_compared_as_json_has_it_whose_keys_are_texts(report: str, pa
 def test_numbers_of_numpy_are_compared_as_pythons_and_arrays_are_not() -> None:
     inside: dict[str, Any] = {}
     exec(_PLAIN, inside)
-    given = [np.int64(3), np.bool_(True), np.float32(0.5), np.complex64(1), (np.array(2),)]
-    assert repr(inside["_myxo_plain"](given)) == "[3, True, 0.5, (1+0j), (2,)]"
+    given = [np.int64(3), np.bool_(True), np.float32(0.5), np.complex64(1), (np.array(2),), np.longdouble(2.5)]
+    assert repr(inside["_myxo_plain"](given)) == "[3, True, 0.5, (1+0j), (2,), 2.5]"
     for other in (np.array([1, 2]), np.datetime64("2020")):
         with pytest.raises((TypeError, ValueError)):
             inside["_myxo_plain"](other)
