@@ -15,13 +15,14 @@ from myxo.commands.command_arguments import add_json, positive
 from myxo.commands.up import with_flags
 from myxo.launch.service_plan import filled
 from myxo.preflight import Source, run_plan
+from myxo.preflight.inspection import Inspection
 from myxo.preflight.run_plan import RunPlan
 from shared.config import devices
 from shared.config.config_layers import Layers, over
 from shared.config.config_reading import read
 from shared.config.run_config import RunConfig
-from shared.hub import hub_client, hub_names
-from shared.hub.hub_client import Hub, HubError
+from shared.hub import hub_resolve
+from shared.hub.hub_resolve import FROZEN
 from shared.model.architecture import Architecture
 from shared.model.architecture_flags import described_shape
 from shared.model.engine_plan import fewest_gpus
@@ -56,12 +57,14 @@ def planned(source: Source, gpu_bytes: int) -> PlannedConfig:
     """
     raise_problems(source.given.problems)
     config, given, notes = _read(source)
-    architecture = with_drafts(_shape(config, given, notes), config.trainer)
-    trainer = config.trainer
+    config, architecture = _shape(config, given, notes)
+    trainer, backend = config.trainer, config.trainer.trainer_backend
     layout = ParallelLayout.of(trainer)
     raise_problems([*layout.world_problems(trainer.ranks("actor")), *division_problems(architecture, layout, trainer.megatron)])
-    critic = trainer.critic_load if config.algorithm.has_critic else None
-    own = None if critic is None else _read_shape(critic, "trainer.critic_load")
+    own = None
+    if config.algorithm.has_critic and trainer.critic_load is not None:
+        config = _downloaded(config, "trainer.critic_load")
+        own = _read_shape(Path(str(config.trainer.critic_load)), "trainer.critic_load", backend)
     if "hf_checkpoint" not in given.get("model", {}) and "rollout_num_gpus_per_engine" not in given.get("rollout", {}):
         gpus = fewest_gpus(architecture, config.rollout, gpu_bytes)
         if gpus is not None:
@@ -69,6 +72,10 @@ def planned(source: Source, gpu_bytes: int) -> PlannedConfig:
             config = config.with_fields(rollout={"rollout_num_gpus_per_engine": gpus})
     config, engines = filled(config, 0, 0, trains=True)
     models = dict[str, Architecture]()
+    try:
+        config = _downloaded(config, FROZEN)
+    except ConfigError as error:
+        notes.append(f"not downloaded: {error}")
     for name in config.rollout.models:
         try:
             models[name] = _read_shape(config.of_engines(name).model.hf_checkpoint, f"rollout.models.{name}.hf_checkpoint")
@@ -96,40 +103,38 @@ def _read(source: Source) -> tuple[RunConfig, dict[str, Any], list[str]]:
     return reading.config, given, [*source.given.notes, *reading.notes]
 
 
-def _shape(config: RunConfig, given: dict[str, Any], notes: list[str]) -> Architecture:
-    """Returns the shape of the policy: from its config.json, or, where that cannot be had, as Megatron's flags describe it."""
-    described, model = described_shape(config.trainer.megatron), config.model.hf_checkpoint
+def _shape(config: RunConfig, given: dict[str, Any], notes: list[str]) -> tuple[RunConfig, Architecture]:
+    """Returns the policy's shape, from its config.json, or, where that cannot be had, as Megatron's flags describe it; and the config with
+    the model's directory."""
+    described, backend = described_shape(config.trainer.megatron), config.trainer.trainer_backend
     if "hf_checkpoint" not in given.get("model", {}):
         if described is None:
             expected = "a directory that holds config.json, a name on the hub, or a base that describes a model (docs/models.md)"
             raise ConfigError("model.hf_checkpoint", None, expected)
-        return replace(described, draft_layers=config.trainer.mtp_num_layers or 0)
+        return config, with_drafts(replace(described, draft_layers=config.trainer.mtp_num_layers or 0), config.trainer)
     try:
-        return _read_shape(model, "model.hf_checkpoint")
+        config = _downloaded(config, "model.hf_checkpoint")
+        outline = _read_shape(config.model.hf_checkpoint, "model.hf_checkpoint", backend)
+        return config, with_drafts(Inspection(config).as_planned(outline), config.trainer)
     except ConfigError as error:
-        if described is None or (model / "config.json").is_file():
+        if described is None or (config.model.hf_checkpoint / "config.json").is_file():
             raise
         notes.append(f"the shape is what [trainer.megatron] describes, for no config.json could be read: {error}")
-        return described
+        return config, with_drafts(described, config.trainer)
 
 
-def _read_shape(model: Path, field: str) -> Architecture:
-    """Returns the shape of a directory or a name on the hub, of which config and tokenizer are downloaded and no weights."""
-    directory = model
-    if hub_names.is_name(model):
-        hub = Hub.of()
-        try:
-            name = hub_names.model(model)
-            directory = hub_client.model_directory(hub, name if name.commit else name.pinned(hub.commit(name)), weights=False)
-        except (HubError, ValueError) as error:
-            expected = f"{error}; a plan needs the model's config.json, which must be downloaded: give a directory that holds it instead"
-            raise ConfigError(field, str(model), expected) from error
+def _downloaded(config: RunConfig, field: str) -> RunConfig:
+    """Returns the config with a directory where the field names a model on the hub: config and tokenizer, without weights."""
+    return hub_resolve.local(hub_resolve.pinned(config, fields=[field]), [field], weights=False)
+
+
+def _read_shape(directory: Path, field: str, backend: str = "megatron") -> Architecture:
     try:
-        return read_architecture(directory, quantized=True)
+        return read_architecture(directory, quantized=True, backend=backend)
     except ConfigError as error:
         if error.field != "model.hf_checkpoint":
             raise
-        raise ConfigError(field, str(model), error.expected) from error
+        raise ConfigError(field, str(directory), error.expected) from error
 
 
 DEFAULT_GB = 80.0

@@ -19,6 +19,7 @@ from shared.data.tokenizer import Tokenizer
 from shared.model import hf_checkpoint
 from shared.model.architecture import Architecture
 from shared.model.families import TOWERS, architecture_of, planned_architecture, read_architecture, tower_of
+from shared.model.quantization import quantization_of
 from shared.runtime.errors import BadInput, ConfigError
 from shared.runtime.safe_files import parse_json
 from shared.transfer.manifest import ITEM_BYTES
@@ -134,12 +135,18 @@ class Inspection:
     @cached_property
     def planned(self) -> Architecture | None:
         """Returns what the actor's memory is planned by; None as `architecture`."""
-        if self.architecture is None:
-            return None
-        found = planned_architecture(self.config.model.hf_checkpoint, self.architecture, self.config.trainer.trainer_backend)
+        return None if self.architecture is None else self.as_planned(self.architecture)
+
+    def as_planned(self, outline: Architecture) -> Architecture:
+        """Returns what the memory of the actor, which has this outline, is planned by."""
+        backend, held = self.config.trainer.trainer_backend, self.weight_headers
+        found = planned_architecture(self.config.model.hf_checkpoint, outline, backend)
+        ends = [name for name, (_, shape) in held.items() if tuple(shape) == (found.vocab_size, found.hidden_size)]
+        if backend == "torch" and len(ends) == 1:  # where config.json says nothing, each family has its own default
+            found = replace(found, tied_embeddings=True)
         if self.config.data.multimodal_keys is None:
             return found
-        seen = [math.prod(shape) for name, (_, shape) in self.weight_headers.items() if any(part in name for part in TOWERS)]
+        seen = [math.prod(shape) for name, (_, shape) in held.items() if any(part in name for part in TOWERS)]
         return replace(found, tower=tower_of(self.model_config or {}, sum(seen)))
 
     @cached_property
@@ -170,8 +177,11 @@ class Inspection:
         """Returns the model's size; None where its files cannot be read."""
         if self.architecture is None or not self.weight_headers:
             return None
-        sizes = [(math.prod(shape), ITEM_BYTES[dtype]) for dtype, shape in self.weight_headers.values()]
-        return ModelSize(sum(count for count, _ in sizes), sum(count * width for count, width in sizes))
+        held = {name: shape for name, (_, shape) in self.weight_headers.items()}
+        quantized = self._loaded(lambda: quantization_of(self.config.model.hf_checkpoint))
+        shapes = quantized.shapes(held) if quantized else held  # 4-bit numbers lie packed
+        in_files = sum(math.prod(shape) * ITEM_BYTES[dtype] for dtype, shape in self.weight_headers.values())
+        return ModelSize(sum(map(math.prod, shapes.values())), in_files)
 
     @staticmethod
     def there(files: object) -> bool:

@@ -340,16 +340,23 @@ def _reference(inspection: Inspection, directory: Path) -> Findings:
     yield Note(f"the policy starts from {config.model.hf_checkpoint}, its reference from {directory}; slime starts both from --ref-load")
 
 
+_HEADS_OVER_ALL_GPUS = {"llama", "mistral", "qwen2", "mimo"}  # of these SGLang divides heads by dp-size's GPUs, too
+
+
 def check_engines(inspection: Inspection) -> Findings:
     """Yields where an engine's GPUs cannot share the model's heads: SGLang divides query heads, and divides or copies the others."""
     rollout, model, gpus = inspection.config.rollout, inspection.architecture, inspection.config.rollout.tensor_parallel
     if model is None:
         return
-    heads = {"attention heads": model.num_attention_heads}
-    if model.latent is None and model.num_key_value_heads > gpus:
-        heads["key/value heads"] = model.num_key_value_heads
-    if undivided := [f"{count} {what}" for what, count in heads.items() if count % gpus]:
+    layout = EngineLayout.of(rollout.rollout_num_gpus_per_engine, rollout.engine_flags)
+    parts = gpus if model.model_type in _HEADS_OVER_ALL_GPUS else layout.heads
+    heads, shared = {"attention heads": model.num_attention_heads}, model.num_key_value_heads
+    on_gpus = devices.resolve(rollout.rollout_device) == "cuda"  # on a CPU SGLang adds what is missing
+    if model.latent is None and (shared > parts or (on_gpus and parts % shared)):
+        heads["key/value heads"] = shared
+    if undivided := [f"{count} {what}" for what, count in heads.items() if count % parts]:
         of = f" in each of its {rollout.stages_per_engine} stages" if rollout.stages_per_engine > 1 else ""
+        of += f", divided by dp-size = {gpus // parts}" if parts < gpus else ""
         yield ConfigError("rollout.rollout_num_gpus_per_engine", gpus, f"a divisor of the model's {', '.join(undivided)}{of}")
 
 

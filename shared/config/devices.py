@@ -69,8 +69,12 @@ def gpu_capabilities() -> list[float]:
 
 
 def of_each_gpu(field: str) -> list[str]:
-    """Returns what nvidia-smi says of each GPU of this machine; nothing where it tells of none."""
-    command = ["nvidia-smi", f"--query-gpu={field}", "--format=csv,noheader,nounits"]
+    """Returns what nvidia-smi says of each of this machine's GPUs, of those alone that `VISIBLE` lists where both know them by the same
+    names; nothing where it tells of none."""
+    names = os.environ.get(VISIBLE, "")
+    whole = all(len(name) == len("GPU-") + 36 for name in visible_gpus())  # numbers are CUDA's own, the fastest first
+    which = [f"--id={names}"] if names and (whole or os.environ.get("CUDA_DEVICE_ORDER") == "PCI_BUS_ID") else []
+    command = ["nvidia-smi", f"--query-gpu={field}", "--format=csv,noheader,nounits", *which]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=QUERY_SECONDS)
     except (OSError, subprocess.TimeoutExpired):

@@ -186,8 +186,13 @@ _NEEDED = {
 Change = Callable[[str, HubName], Path]
 
 
-def pinned(config: RunConfig, known: Mapping[str, str] | None = None, *, hub: Hub | None = None) -> RunConfig:
-    """Returns the same config with every name pinned to a commit. Raises ConfigError by field, or Problems of several.
+_NAMED = (*MODELS, FROZEN, *DATA)
+
+
+def pinned(
+    config: RunConfig, known: Mapping[str, str] | None = None, fields: Collection[str] = _NAMED, *, hub: Hub | None = None
+) -> RunConfig:
+    """Returns the same config with the names in ``fields`` pinned to a commit. Raises ConfigError by field, or Problems of several.
 
     Args:
         known: what names of this run were pinned to before, as `pins` returns it. hub: by default, as the environment says; one object
@@ -201,12 +206,10 @@ def pinned(config: RunConfig, known: Mapping[str, str] | None = None, *, hub: Hu
             name = _read(field, earlier) if earlier is not None else name.pinned(source.commit(name))
         return Path(str(name))
 
-    return _changed(config, (*MODELS, FROZEN, *DATA), change)
+    return _changed(config, fields, change)
 
 
-def local(
-    config: RunConfig, fields: Collection[str] = (*MODELS, FROZEN, *DATA), *, weights: bool = True, hub: Hub | None = None
-) -> RunConfig:
+def local(config: RunConfig, fields: Collection[str] = _NAMED, *, weights: bool = True, hub: Hub | None = None) -> RunConfig:
     """Returns the same config with paths in the place of pinned names; what is not in the cache is downloaded. Raises as `pinned`.
 
     Args:
@@ -238,7 +241,7 @@ def found(config: RunConfig) -> list[HubName]:
         names.append(name)
         return Path(str(name))
 
-    _changed(config, (*MODELS, FROZEN, *DATA), change)
+    _changed(config, _NAMED, change)
     return names
 
 

@@ -3,6 +3,7 @@
 A quantized matrix, ``….weight`` of [rows, columns], is held as several tensors, its parts. Which matrices are quantized, the parts tell.
 """
 
+import contextlib
 import json
 import math
 import re
@@ -117,6 +118,7 @@ def in_groups(columns: int = 32, awq: bool = False, scales: str = "bfloat16") ->
     return QuantizedFormat(8 if awq else 1, columns, False, 4, scales)
 
 
+_LARGE = 4096, 4096  # rows and columns of a matrix that groups of any format divide
 FORMATS = {"fp8": QuantizedFormat(), "int4": in_groups()}  # `rollout_precision` → the format that a plain checkpoint's layers get
 
 
@@ -179,19 +181,34 @@ class Quantization:
 
 
 def engine_bytes(directory: Path, precision: str = "checkpoint") -> float | None:
-    """Returns the bytes of a parameter of the layers in an engine on a GPU, on average; None: as many as without quantization."""
+    """Returns the bytes of a parameter of the layers in an engine on a GPU, on average; None: as many as without quantization. Where
+    there is a ``config.json`` alone, as for `myxo plan`, these are those of a layer whose matrices are all quantized."""
     try:
         if (found := quantization_in_engines(directory, precision)) is None:
             return None
+        held = {name: tensor for name, tensor in read_headers(directory)[0].items() if ".layers." in name}
     except ConfigError:  # which has a check of its own
-        return None
-    held = {name: tensor for name, tensor in read_headers(directory)[0].items() if ".layers." in name}
-    shapes, copies = found.shapes({name: shape for name, (_, shape) in held.items()}), 2 if found.format.bits == 4 else 1
-    sizes = 0  # 4-bit weights are there as they were pushed, and as kernels want them
+        return _without_weights(directory, precision)
+    shapes, copies = found.shapes({name: shape for name, (_, shape) in held.items()}), _copies(found.format)
+    sizes = 0
     for name, shape in shapes.items():
         specs = found.specs(name, held.get(name, ("",))[0], shape)
         sizes += sum(math.prod(of) * ITEM_BYTES[dtype] for _, dtype, of in specs) * (copies if name in found.names else 1)
     return sizes / sum(map(math.prod, shapes.values()))
+
+
+def _copies(form: QuantizedFormat) -> int:
+    return 2 if form.bits == 4 else 1  # 4-bit weights are there as they were pushed, and as kernels want them
+
+
+def _without_weights(directory: Path, precision: str) -> float | None:
+    """Returns what `engine_bytes` is where there is a ``config.json`` alone: that of a large matrix."""
+    with contextlib.suppress(ConfigError):
+        form = FORMATS.get(precision) if (entry := _entry(directory)) is None else _blocks(entry) or _groups(entry)
+        if form is not None:
+            sizes = [math.prod(shape) * ITEM_BYTES[dtype] for dtype, shape in form.parts(_LARGE)]
+            return _copies(form) * sum(sizes) / math.prod(_LARGE)
+    return None
 
 
 def parts_of(name: str, form: QuantizedFormat) -> tuple[str, ...]:

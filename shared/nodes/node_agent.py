@@ -46,7 +46,7 @@ from shared.nodes.node_decisions import (
 )
 from shared.runtime import exit_codes
 from shared.runtime.addresses import HOST_VARIABLE, LOOPBACK, own_address
-from shared.runtime.errors import BadMessage, ConfigError, MyxoError
+from shared.runtime.errors import BadMessage, ConfigError, DeadlineExceeded, MyxoError
 from shared.runtime.host import process_mark
 from shared.runtime.tasks import cancelled, to_the_end
 from shared.schema.service_messages import Attempt, NodeSecret, NodeState
@@ -165,7 +165,8 @@ POLL_SECONDS = 0.5
 # The seconds after which a link without an answer is down, in durations of a lease: a node that reaches nothing is noticed before, by its
 # lease, and gets the blame.
 SILENCE = 1.5
-ANNOUNCE_SECONDS = 10.0  # deadline of writing an attempt; where the bus is away for longer, it is written again in the next moment
+ANNOUNCE_SECONDS = 10.0  # deadline of writing an attempt; where the bus is away for longer, it is written again as soon as it is back
+_LAST = ("done", "stopped", "failed")  # ends after which the first node leaves: nothing would be written again
 
 
 class AttemptFailed(MyxoError):
@@ -322,8 +323,9 @@ class NodeAgent:
             async with asyncio.timeout(self._timing.attempt):
                 attempt = await self._newest_attempt()
             if self._rank == 0:
-                if attempt is None and self._announced is not None:
-                    await self._announce(self._announced)
+                announced = self._announced
+                if announced and (attempt is None or (attempt.number, attempt.over) != (announced.number, announced.over)):
+                    await self._announce(announced)
                 attempt = self._announced
             read = await asyncio.gather(*(self._read(rank) for rank in self._observers))
             nodes = self.seen = {node.rank: node for node in read}
@@ -381,12 +383,14 @@ class NodeAgent:
                     await self._service.announce()
 
     async def _announce(self, attempt: Attempt) -> None:
-        """Writes an attempt, as long as this agent holds the first node's lease. Raises LeaseLost, DeadlineExceeded."""
+        """Writes an attempt, as long as this agent holds the first node's lease. Raises LeaseLost; DeadlineExceeded for a last one."""
         self._announced = attempt.model_copy(update={"at": time.time()})
         await self._lease.held()
         subjects = self._service.subjects
-        value = self._announced.encode()
-        await self._service.bus.put(subjects.leases_bucket, subjects.attempt(self._job), value, deadline=ANNOUNCE_SECONDS)
+        value, last = self._announced.encode(), attempt.over in _LAST
+        with contextlib.suppress(*([] if last else [DeadlineExceeded])):
+            deadline = AWAY_SECONDS if last else ANNOUNCE_SECONDS
+            await self._service.bus.put(subjects.leases_bucket, subjects.attempt(self._job), value, deadline=deadline)
 
     # --- what the lease says
 

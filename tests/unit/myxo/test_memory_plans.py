@@ -9,6 +9,8 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
+from safetensors.torch import save_file
 
 from myxo.commands.plan import planned
 from myxo.main import main
@@ -142,6 +144,43 @@ def test_a_bucket_holds_a_tensor_of_all_experts(run: Path) -> None:
     largest = 128 * 2880 * 2 * 2880 * 2
     more = stacked.needs[0].parts["colocated"] - apart.needs[0].parts["colocated"]
     assert more == 2 * (largest - plan.config.weights.update_weight_buffer_size) > 0
+
+
+EIGHT_BITS = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}
+
+
+def test_a_quantized_model_is_planned_by_its_config_alone(run: Path) -> None:
+    def weights(**entries: object) -> int:
+        (run.parent / "model" / "config.json").write_text(json.dumps(SHAPE | entries))
+        engine = planned(Source.of(run, given), GPU).plan.engine
+        assert engine is not None
+        return engine.weights
+
+    given: list[str] = []
+    plain, ends = weights(), 2 * 151936 * 2560
+    assert 0.49 < (weights(quantization_config=EIGHT_BITS) - ends) / (plain - ends) < 0.52
+    given = ["--rollout-precision", "fp8"]
+    assert weights() == weights(quantization_config=EIGHT_BITS)
+    given = ["--rollout-precision", "int4"]
+    assert 0.5 < (weights() - ends) / (plain - ends) < 0.57  # as pushed, and as kernels want them
+
+
+def test_a_family_of_the_torch_backend_alone_is_planned(run: Path) -> None:
+    """Its output layer counts where the files hold one: families have their own default for tied embeddings."""
+    model = run.parent / "model"
+    shape = {name: value for name, value in SHAPE.items() if name != "tie_word_embeddings"}
+    (model / "config.json").write_text(json.dumps(shape | {"model_type": "gemma2"}))
+    assert "model_type" in told(run)[1]
+
+    def tied() -> bool:
+        return planned(Source.of(run, ["--trainer-backend", "torch"]), GPU).plan.architecture.tied_embeddings
+
+    assert not tied()
+    ends = {"model.embed_tokens.weight": torch.empty(151936, 2560, dtype=torch.int8)}
+    save_file(ends, model / "model.safetensors")
+    assert tied()
+    save_file({**ends, "embed_out.weight": torch.empty(151936, 2560, dtype=torch.int8)}, model / "model.safetensors")
+    assert not tied()
 
 
 def test_a_layout_that_does_not_divide_the_model_is_bad_input(run: Path) -> None:

@@ -84,6 +84,18 @@ def test_engines_list_of_plain_modules_is_the_files(kind: str, eight_bits: Path,
         quantization_of(unlisted)
 
 
+def test_parameters_are_those_that_packed_numbers_stand_for(eight_bits: Path, four_bits: Path, tiny_model: Path, tmp_path: Path) -> None:
+    """Disk and memory are planned by them: the trainer starts from the plain numbers."""
+
+    def parameters(directory: Path) -> int:
+        size = Inspection(run_config(tmp_path, model={"hf_checkpoint": str(directory)})).model_size
+        assert size is not None
+        return size.parameters
+
+    plain = parameters(tiny_model)
+    assert parameters(four_bits) == parameters(eight_bits) == plain
+
+
 @pytest.mark.parametrize(("capability", "taken"), [(7.0, False), (8.0, False), (8.9, True), (9.0, True), (10.0, False), (12.0, False)])
 def test_gpus(capability: float, taken: bool, eight_bits: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(devices, "gpu_capabilities", lambda: [9.0, capability])
