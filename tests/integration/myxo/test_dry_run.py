@@ -210,3 +210,14 @@ def test_names_without_a_network(myxo: Myxo, config_file: ConfigFile, hub: HubSe
     assert (code, out, len(err.splitlines())) == (2, "", 2), err
     assert "model.hf_checkpoint = 'hf:org/model'" in err
     assert "cannot be reached" in err
+
+
+def test_a_plan_downloads_no_weights(myxo: Myxo, config_file: ConfigFile, hub: HubServer, tmp_path: Path) -> None:
+    config = config_file(**NAMED)
+    code, out, err = myxo.run("plan", config, "--gpu-memory", "80")
+    assert code == 0 and "It fits." in out, err
+    assert not [path for path in (tmp_path / "hf").rglob("*") if path.name.endswith((".safetensors", ".jsonl"))]
+    code, _, err = myxo.run(
+        "plan", config, environment={"HF_ENDPOINT": f"http://127.0.0.1:{free_port()}", "HF_HOME": str(tmp_path / "other")}
+    )
+    assert code == 2 and "model.hf_checkpoint = 'hf:org/model'" in err and "give a directory" in err
