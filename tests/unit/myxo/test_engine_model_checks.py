@@ -12,11 +12,7 @@ import pytest
 
 from myxo.preflight.engine_checks import check_alignment, check_engine_model, check_external_engines
 from myxo.preflight.inspection import Findings, Inspection, Note
-<<<<<<< HEAD
-from myxo.preflight.model_checks import check_engine_context, check_training
-=======
-from myxo.preflight.model_checks import check_engines
->>>>>>> 40b33c3d (Plans count quantized models, towers and tied embeddings as they are; engine sizes as SGLang divides them; an attempt is announced when NATS is back)
+from myxo.preflight.model_checks import check_engine_context, check_engines, check_training
 from myxo.preflight.objective_checks import NEEDS, check_needs, check_support
 from shared.config.run_config import field_sections
 from tests.support.run_config import run_config
@@ -164,7 +160,6 @@ def test_what_engines_with_stages_cannot_do_is_refused(
     assert config.rollout.pause_on_push == "abort"
 
 
-<<<<<<< HEAD
 def test_experts_that_there_are_not_are_not_replayed(tmp_path: Path, model: Path) -> None:
     for backend in ("megatron", "torch"):
         trainer = {"trainer_backend": backend, "use_routing_replay": True}
@@ -181,7 +176,8 @@ def test_a_context_that_torch_would_train_densely_is_refused(
     trainer = {"trainer_backend": "torch", "max_tokens_per_gpu": tokens}
     found = said(check_engine_context(Inspection(run_config(tmp_path, trainer=trainer, rollout={"rollout_device": "cuda"}))))
     assert ("context-length = None: at most 64 with trainer_backend = torch" in found) == refused
-=======
+
+
 @pytest.mark.parametrize(
     ("kind", "heads", "rollout", "words"),
     [
@@ -203,7 +199,6 @@ def test_an_engines_gpus_share_the_models_heads(
     inspection.architecture = replace(inspection.architecture, **shape)
     found = said(check_engines(inspection))
     assert words in found and (words or not found), found
->>>>>>> 40b33c3d (Plans count quantized models, towers and tied embeddings as they are; engine sizes as SGLang divides them; an attempt is announced when NATS is back)
 
 
 def test_a_draft_has_the_models_vocabulary(tmp_path: Path, model: Path) -> None:
