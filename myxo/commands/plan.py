@@ -4,6 +4,7 @@ Reads a run's config, or a ready config of a model alone, and the model's shape 
 """
 
 import argparse
+import contextlib
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -72,10 +73,8 @@ def planned(source: Source, gpu_bytes: int) -> PlannedConfig:
             config = config.with_fields(rollout={"rollout_num_gpus_per_engine": gpus})
     config, engines = filled(config, 0, 0, trains=True)
     models = dict[str, Architecture]()
-    try:
+    with contextlib.suppress(ConfigError):  # reported below
         config = _downloaded(config, FROZEN)
-    except ConfigError as error:
-        notes.append(f"not downloaded: {error}")
     for name in config.rollout.models:
         try:
             models[name] = _read_shape(config.of_engines(name).model.hf_checkpoint, f"rollout.models.{name}.hf_checkpoint")

@@ -177,9 +177,10 @@ class Inspection:
         """Returns the model's size; None where its files cannot be read."""
         if self.architecture is None or not self.weight_headers:
             return None
-        held = {name: shape for name, (_, shape) in self.weight_headers.items()}
-        quantized = self._loaded(lambda: quantization_of(self.config.model.hf_checkpoint))
-        shapes = quantized.shapes(held) if quantized else held  # 4-bit numbers lie packed
+        shapes: Mapping[str, Sequence[int]] = {name: shape for name, (_, shape) in self.weight_headers.items()}
+        with contextlib.suppress(ConfigError):  # which has a check of its own
+            if found := quantization_of(self.config.model.hf_checkpoint):
+                shapes = found.shapes(shapes)  # 4-bit numbers lie packed
         in_files = sum(math.prod(shape) * ITEM_BYTES[dtype] for dtype, shape in self.weight_headers.values())
         return ModelSize(sum(map(math.prod, shapes.values())), in_files)
 

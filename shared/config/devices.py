@@ -69,8 +69,7 @@ def gpu_capabilities() -> list[float]:
 
 
 def of_each_gpu(field: str) -> list[str]:
-    """Returns what nvidia-smi says of each of this machine's GPUs, of those alone that `VISIBLE` lists where both know them by the same
-    names; nothing where it tells of none."""
+    """Returns what nvidia-smi says of each GPU, of those in `VISIBLE` alone where it knows them by these names; nothing where it cannot."""
     names = os.environ.get(VISIBLE, "")
     whole = all(len(name) == len("GPU-") + 36 for name in visible_gpus())  # numbers are CUDA's own, the fastest first
     which = [f"--id={names}"] if names and (whole or os.environ.get("CUDA_DEVICE_ORDER") == "PCI_BUS_ID") else []

@@ -285,17 +285,16 @@ class TurnOutcome:
 def read_reset(answer: object, environment: str) -> OpenedSession:
     """Checks the answer to ``reset``. Raises EnvironmentFailed."""
     fields = read_map(answer, environment)
-    session = _field(fields, "session", _is_session, f"1 to {MAX_SESSION} printable characters", environment)
-    tools = _field(fields, "tools", lambda value: not value or _are_tools(value), f"a list of at most {MAX_TOOLS} objects", environment)
+
+    def is_session(value: object) -> bool:
+        return isinstance(value, str) and 0 < len(value) <= MAX_SESSION and value.isprintable()
+
+    def are_tools(value: object) -> bool:
+        return not value or (isinstance(value, list) and len(value) <= MAX_TOOLS and all(isinstance(tool, dict) for tool in value))
+
+    session = _field(fields, "session", is_session, f"1 to {MAX_SESSION} printable characters", environment)
+    tools = _field(fields, "tools", are_tools, f"a list of at most {MAX_TOOLS} objects", environment)
     return OpenedSession(session, _messages(fields, environment), tools or [])
-
-
-def _is_session(value: object) -> bool:
-    return isinstance(value, str) and 0 < len(value) <= MAX_SESSION and value.isprintable()
-
-
-def _are_tools(value: object) -> bool:
-    return isinstance(value, list) and len(value) <= MAX_TOOLS and all(isinstance(tool, dict) for tool in value)
 
 
 def read_step(answer: object, environment: str) -> TurnOutcome:

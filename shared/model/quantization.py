@@ -9,7 +9,7 @@ import math
 import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cache, partial
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -67,6 +67,10 @@ class QuantizedFormat:
         return ENDINGS[self.layout]
 
     @property
+    def copies(self) -> int:
+        return 2 if self.bits == 4 else 1  # 4-bit weights are there as they were pushed, and as kernels want them
+
+    @property
     def title(self) -> str:
         return "blocks of 8-bit floats" if self.bits == 8 else "groups of 4-bit integers"
 
@@ -118,7 +122,6 @@ def in_groups(columns: int = 32, awq: bool = False, scales: str = "bfloat16") ->
     return QuantizedFormat(8 if awq else 1, columns, False, 4, scales)
 
 
-_LARGE = 4096, 4096  # rows and columns of a matrix that groups of any format divide
 FORMATS = {"fp8": QuantizedFormat(), "int4": in_groups()}  # `rollout_precision` → the format that a plain checkpoint's layers get
 
 
@@ -189,7 +192,7 @@ def engine_bytes(directory: Path, precision: str = "checkpoint") -> float | None
         held = {name: tensor for name, tensor in read_headers(directory)[0].items() if ".layers." in name}
     except ConfigError:  # which has a check of its own
         return _without_weights(directory, precision)
-    shapes, copies = found.shapes({name: shape for name, (_, shape) in held.items()}), _copies(found.format)
+    shapes, copies = found.shapes({name: shape for name, (_, shape) in held.items()}), found.format.copies
     sizes = 0
     for name, shape in shapes.items():
         specs = found.specs(name, held.get(name, ("",))[0], shape)
@@ -197,17 +200,13 @@ def engine_bytes(directory: Path, precision: str = "checkpoint") -> float | None
     return sizes / sum(map(math.prod, shapes.values()))
 
 
-def _copies(form: QuantizedFormat) -> int:
-    return 2 if form.bits == 4 else 1  # 4-bit weights are there as they were pushed, and as kernels want them
-
-
 def _without_weights(directory: Path, precision: str) -> float | None:
     """Returns what `engine_bytes` is where there is a ``config.json`` alone: that of a large matrix."""
     with contextlib.suppress(ConfigError):
         form = FORMATS.get(precision) if (entry := _entry(directory)) is None else _blocks(entry) or _groups(entry)
         if form is not None:
-            sizes = [math.prod(shape) * ITEM_BYTES[dtype] for dtype, shape in form.parts(_LARGE)]
-            return _copies(form) * sum(sizes) / math.prod(_LARGE)
+            sizes = [math.prod(shape) * ITEM_BYTES[dtype] for dtype, shape in form.parts((4096, 4096))]
+            return form.copies * sum(sizes) / 4096**2
     return None
 
 
@@ -303,14 +302,10 @@ def _check_list(directory: Path, found: Quantization, matrices: Sequence[str]) -
     where, rules = f"{directory / 'config.json'}:{ENTRY}.{field}", [str(each) for each in found.entry.get(field) or ()]
     for name in sorted({*filter(_is_linear, matrices), *found.names}):
         module, quantized = name.removesuffix(".weight"), name in found.names
-        named = any(map(partial(_is_named, module), rules))
+        named = any(re.match(rule[3:], module) if rule.startswith("re:") else rule == module for rule in rules)
         if named == quantized and (named or not any(each in module for each in rules)):
             wanted = f"modules without {', '.join(found.format.endings[1:])}" if named else f"{module} among them: the files have it plain"
             raise ConfigError(where, module if named else rules[:4], wanted)
-
-
-def _is_named(module: str, rule: str) -> bool:
-    return bool(re.match(rule[3:], module)) if rule.startswith("re:") else rule == module
 
 
 def _is_linear(name: str) -> bool:

@@ -166,7 +166,6 @@ POLL_SECONDS = 0.5
 # lease, and gets the blame.
 SILENCE = 1.5
 ANNOUNCE_SECONDS = 10.0  # deadline of writing an attempt; where the bus is away for longer, it is written again as soon as it is back
-_LAST = ("done", "stopped", "failed")  # ends after which the first node leaves: nothing would be written again
 
 
 class AttemptFailed(MyxoError):
@@ -387,7 +386,7 @@ class NodeAgent:
         self._announced = attempt.model_copy(update={"at": time.time()})
         await self._lease.held()
         subjects = self._service.subjects
-        value, last = self._announced.encode(), attempt.over in _LAST
+        value, last = self._announced.encode(), attempt.over in ("done", "stopped", "failed")  # this agent leaves then
         with contextlib.suppress(*([] if last else [DeadlineExceeded])):
             deadline = AWAY_SECONDS if last else ANNOUNCE_SECONDS
             await self._service.bus.put(subjects.leases_bucket, subjects.attempt(self._job), value, deadline=deadline)
