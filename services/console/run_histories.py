@@ -112,15 +112,12 @@ class EventHistory:
             raise
         finally:
             if (self.pushes.versions and not known) if live else RUN in changed:
-                self._take_metrics(min(self.pushes.versions) if live else math.inf)  # the stream has dropped those before
+                below = min(self.pushes.versions) if live else math.inf  # the stream has dropped those before
+                for pushed in pushes_in(self.metrics):
+                    if pushed.version < below and pushed.version not in self.pushes.versions:
+                        self.pushes.push(pushed)
                 changed.add(WEIGHTS)
         return changed
-
-    def _take_metrics(self, below: float) -> None:
-        """Takes the pushes of versions ``below`` this one that metrics alone tell of."""
-        for pushed in pushes_in(self.metrics):
-            if pushed.version < below and pushed.version not in self.pushes.versions:
-                self.pushes.push(pushed)
 
     async def _read_events(self, changed: set[str]) -> None:
         stream, count = self._source.names.events_stream, 0

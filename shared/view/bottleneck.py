@@ -116,13 +116,11 @@ def bottleneck(load: Workload, config: RunConfig, alarmed: Collection[AlarmKind]
         others = [remedy for remedy in remedies if remedy.forbidden_by not in (REPLICAS, HARDWARE)]
         remedies = [_Remedy(f"{cores}; else fewer services on this machine", frozenset()), *others]
     remedies += _losses(load, config)
-    advice = tuple(Advice(remedy.text, _withheld(remedy, alarmed)) for remedy in remedies)
-    return Bottleneck(found.sentence, advice, found.waiting, found.waiting_for, found.share)
-
-
-def _withheld(remedy: _Remedy, alarmed: Collection[AlarmKind]) -> str:
-    reasons = [kind.value for kind in AlarmKind if kind in remedy.forbidden_by and kind in alarmed]
-    return f"first see to the alarm: {' and '.join(reasons)}" if reasons else ""
+    advice = []
+    for remedy in remedies:
+        reasons = [kind.value for kind in AlarmKind if kind in remedy.forbidden_by and kind in alarmed]
+        advice.append(Advice(remedy.text, f"first see to the alarm: {' and '.join(reasons)}" if reasons else ""))
+    return Bottleneck(found.sentence, tuple(advice), found.waiting, found.waiting_for, found.share)
 
 
 # --- the trainer waits
