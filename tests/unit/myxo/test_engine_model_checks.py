@@ -55,7 +55,7 @@ def checked(directory: Path, flags: dict[str, Any], **sections: dict[str, Any]) 
         ({"dtype": "half"}, "note: rollout.sglang.dtype = half: engines compute with fewer bits"),
         ({"enable-dp-attention": True, "dp-size": 3}, "dp-size = 3: a divisor of rollout_num_gpus_per_engine = 1"),
         ({"enable-lora": True}, "note: rollout.sglang.enable-lora changes nothing"),
-        ({"enable_lmcache": True}, "rollout.sglang.enable_lmcache = True: none in engines that get pushes: its store finds prefixes by"),
+        ({"enable_lmcache": True}, "rollout.sglang.enable_lmcache = True: none in engines that get pushes: it finds prefixes by"),
         ({"kt-weight-path": "/experts"}, "kt-weight-path = '/experts': none in engines that get pushes: the experts on the CPU stay"),
     ],
 )

@@ -9,7 +9,7 @@ import pytest
 
 from myxo.preflight.inspection import Inspection, Note
 from myxo.preflight.run_plan import check_gpu_memory, settle_trainer
-from myxo.run.run_directory import RunDirectory
+from shared.bus import runs
 from shared.config import devices
 from shared.runtime.errors import BadInput, ConfigError
 from tests.support.run_config import run_config
@@ -50,7 +50,7 @@ def test_tokens_are_settled_where_the_trainers_gpus_are(
 def test_a_run_continues_with_the_tokens_that_it_began_with(fresh: bool, tokens: tuple[int, int], tmp_path: Path) -> None:
     begun = run_config(tmp_path, trainer={"max_tokens_per_gpu": 3000, "log_probs_chunk_size": 100})
     begun.run.root.mkdir(parents=True)
-    RunDirectory(begun.run.root).freeze(begun)
+    runs.freeze(begun.run.root, begun)
     config = run_config(tmp_path, trainer={"train_device": "cuda", "log_probs_chunk_size": 512})
     found, said = settle_trainer(Inspection(config, fresh=fresh))
     assert said == ("" if fresh else "max_tokens_per_gpu = 3000: what `auto` was when the run began")

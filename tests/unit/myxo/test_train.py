@@ -387,6 +387,7 @@ def test_the_command_that_continues_a_serve_has_its_flags(tmp_path: Path, monkey
     monkeypatch.setattr(up, "checked_config", lambda *_, **__: run_config(tmp_path))
     for name in ("claimed", "logged"):
         monkeypatch.setattr(up, name, lambda *_: contextlib.nullcontext())
+    (tmp_path / "my serve.toml").touch()
     given = argparse.Namespace(config=tmp_path / "my serve.toml", flags=["--lora-rank", "16"], fresh=False)
     assert up._serve(given, Console()) == 0
     assert printed[0].endswith(f"myxo serve '{tmp_path}/my serve.toml' --lora-rank 16")
