@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from shared.config import flag_table, slime_script
+from shared.config import flag_table, slime_defaults
 from shared.config.flag_table import FlagClass, Kind
 from shared.config.flags import is_switch
 from shared.config.run_config import field_sections, section_model
@@ -132,7 +132,9 @@ def classify(name: str) -> FlagClass | None:
 def page() -> str:
     """The page's text."""
     shown = ", ".join(
-        f"`{name} = {'none' if value is None else value}`" for section in slime_script.DEFAULTS.values() for name, value in section.items()
+        f"`{name} = {'none' if value is None else value}`"
+        for section in slime_defaults.DEFAULTS.values()
+        for name, value in section.items()
     )
     classes = {name: _class(name) for name in names()}
     lines = [TOP.replace("DEFAULTS", shown).rstrip("\n"), ""]

@@ -41,7 +41,7 @@ from shared import __version__, hooks
 from shared.bus import runs
 from shared.bus.bus_errors import BUS_ERRORS
 from shared.bus.connection import Bus, redacted
-from shared.config import config_reading, devices, flags, slime_script
+from shared.config import config_reading, devices, flags, slime_defaults
 from shared.config.config_layers import Layers, lay_custom_config, over
 from shared.config.flags import CommandLine
 from shared.config.run_config import RunConfig, changes
@@ -395,10 +395,10 @@ def train_source(path: Path | None, words: list[str], *, fresh: bool = False, no
             lay_custom_config(layers)  # what it sets counts as flags do
             given.problems, given.notes = given.problems + layers.problems, given.notes + layers.notes
             given.typed |= {field: f"{file}: {field.partition('.')[2]}" for field, file in layers.origins.items()}
-            given.notes += slime_script.settle_defaults(given.overrides)
-            defaults = slime_script.defaults(given.overrides)
+            given.notes += slime_defaults.settle_defaults(given.overrides)
+            defaults = slime_defaults.defaults(given.overrides)
             given.overrides = over(defaults, over(_REQUIRED, given.overrides))
-            given.notes.append(slime_script.note(defaults))
+            given.notes.append(slime_defaults.note(defaults))
             model = Path(str(given.overrides.get("model", {}).get("hf_checkpoint", "run"))).name.partition("@")[0]
             plain = re.sub(r"[^a-z0-9_-]+", "-", model.lower()).strip("-_")[:LONGEST_MODEL_NAME] or "run"
             given.overrides["run"].setdefault("name", f"{plain}-{now or datetime.now():%Y%m%d-%H%M%S}")

@@ -16,7 +16,7 @@ from myxo.launch import service_plan
 from myxo.preflight import data_checks, engine_checks, machine_checks, model_checks, objective_checks, run_plan
 from myxo.preflight.inspection import Findings, Inspection, Note
 from myxo.run import run_access
-from shared.config import devices, flags, slime_script
+from shared.config import devices, flags, slime_defaults
 from shared.config.config_reading import fields_named, read, refusals_of, without
 from shared.config.flags import CommandLine
 from shared.config.run_config import RunConfig
@@ -139,7 +139,7 @@ def checked(source: Source, *, starts: Starts = False, fresh: bool = False, clus
         reading = read(path, given.overrides, problems)
         config, problems = reading.config, problems + reading.problems
         if config is not None and given.as_slime:
-            problems += slime_script.refusals(config)
+            problems += slime_defaults.refusals(config)
         if reading.remaining is not None:
             starts = starts(reading.remaining) if callable(starts) else starts
             inspection, engines, wrong = _settled(reading.remaining, starts, fresh, cluster, whole=not problems)

@@ -35,7 +35,7 @@ from shared.schema.ledger import BatchFormed, GroupRequeued, GroupsAdmitted, Gro
 from shared.schema.ledger_audit import Audit, AuditReport
 from shared.schema.message import MAX_SAMPLES
 from shared.schema.messages import Interrupted, Payload, SampleMeta, Scored
-from shared.schema.versions import is_lost
+from shared.schema.versions import is_too_stale
 
 Floats = NDArray[numpy.float64]
 DECILES = 10
@@ -591,7 +591,7 @@ class World:
         self._decide(policy.live(self._state, self._config, version, self._now))
         self.missing = 0
         for task in self._begun.pop(version - self._bound - 1, []):
-            if task.left and is_lost(task.oldest, version, self._bound, self._config.rollout.staleness_policy):
+            if task.left and is_too_stale(task.oldest, version, self._bound, self._config.rollout.staleness_policy):
                 stale = Interrupted(group=task.group, attempt=task.attempt, stale=True, replica="rollout-0")
                 self._decide(policy.interrupted(self._state, self._config, stale, self._now))
         self._ask()

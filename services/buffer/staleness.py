@@ -1,7 +1,8 @@
 """Decides how a batch treats a group, by the age of its tokens and the run's staleness policy.
 
 A batch that is trained on version V takes no trained token older than the bound b = V − max_staleness. The four policies differ in what
-they do with a group that holds older tokens (docs/staleness.md). Before one is made `policy.admit` keeps the bound, then `is_lost`.
+they do with a group that holds older tokens (docs/staleness.md). Before: `policy.admit`, then
+`shared.schema.versions.is_too_stale`.
 """
 
 from typing import Literal

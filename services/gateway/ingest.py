@@ -43,7 +43,7 @@ from shared.schema.digests import reference
 from shared.schema.message import LARGEST, MAX_PARTS, MAX_SAMPLES, ROLE, PartName, Reward
 from shared.schema.messages import Failed, Generated, Task
 from shared.schema.sample import LOG_PROBS, Sample, SampleLimits, fitted, segments_of, turns_of
-from shared.schema.versions import is_lost
+from shared.schema.versions import is_too_stale
 from shared.service.service_base import Service
 from shared.store.payload_store import StoreFull
 
@@ -170,7 +170,7 @@ def _check_versions(versions: Sequence[NDArray[np.int32]], masks: Sequence[NDArr
     trained = [row[mask.astype(bool)] for row, mask in zip(versions, masks, strict=True)]
     oldest, rollout = min(int(row.min()) for row in trained), limits.config.rollout
     bound = limits.live - rollout.max_staleness
-    lost = is_lost(oldest, limits.live, rollout.max_staleness, rollout.staleness_policy)
+    lost = is_too_stale(oldest, limits.live, rollout.max_staleness, rollout.staleness_policy)
     if lost or max(int(row.max()) for row in trained) < bound:
         message = f"its oldest trained token is of version {oldest}; the run trains none before {bound} any more"
         raise TurnRefused(409, message, field="versions", code="stale_group")

@@ -1,6 +1,6 @@
 """Samples under generation: their output so far, and the engine's requests for them.
 
-A group that is too old to be trained (`shared.schema.versions.is_lost`) is stopped, since generating it to its end would waste the engine;
+A group that is too old to be trained (`shared.schema.versions.is_too_stale`) is stopped, since generating it to its end would waste the engine;
 so are all groups when the replica leaves.
 """
 
@@ -24,7 +24,7 @@ from shared.runtime.errors import MyxoError
 from shared.schema.kept_tokens import Kept
 from shared.schema.messages import Sampling, Task
 from shared.schema.sample import Choices, ExpertChoices, Sample
-from shared.schema.versions import is_lost
+from shared.schema.versions import is_too_stale
 from shared.sessions.session import joined
 
 UNROUTED = "routed_experts_problem"  # the attribute of a sample that is not trained since the experts of its tokens are not known: why
@@ -233,4 +233,4 @@ class InFlight:
                     await asyncio.sleep(LEAVE_PAUSE)  # a request may still have been in transit
 
     def _is_lost(self, oldest: int, version: int) -> bool:
-        return is_lost(oldest, version, self._max_staleness, self._policy)
+        return is_too_stale(oldest, version, self._max_staleness, self._policy)

@@ -44,7 +44,7 @@ from shared.schema import sample as sample_codec
 from shared.schema.ledger import group_number
 from shared.schema.messages import Discarded, Generated, Outcome, Task, Wanted
 from shared.schema.sample import Sample, SampleLimits
-from shared.schema.versions import is_lost
+from shared.schema.versions import is_too_stale
 from shared.service.engine_load_balancer import EngineSpread
 from shared.service.service_base import Service
 
@@ -345,7 +345,7 @@ class Producer:
         earlier = await self._outcomes.earlier(task)
         rollout = self._config.rollout
         oldest = min((version for sample in earlier for _, _, version in sample.segments), default=self._replica.version)
-        lost = is_lost(oldest, self._replica.version, rollout.max_staleness, rollout.staleness_policy)
+        lost = is_too_stale(oldest, self._replica.version, rollout.max_staleness, rollout.staleness_policy)
         kept = [] if lost else [sample for sample in continued(earlier, task)[: rollout.n_samples_per_prompt] if sample is not None]
         return {
             "group": task.group,

@@ -26,7 +26,7 @@ from shared.config.config_layers import (
 from shared.config.eval_section import NAME
 from shared.config.run_config import RunConfig, field_sections, section_model
 from shared.config.section import HOOK, WITHOUT_RULES, ContradictoryFields, Section
-from shared.config.slime_script import settle_functions
+from shared.config.slime_defaults import settle_functions
 from shared.data.data_files import DataFile
 from shared.runtime.errors import BadInput, ConfigError, problems_of, raise_problems
 from shared.runtime.safe_text import is_masked, without_credentials

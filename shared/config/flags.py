@@ -19,7 +19,7 @@ from pydantic.fields import FieldInfo
 from shared.config import flag_table
 from shared.config.run_config import RunConfig, field_sections, section_model
 from shared.config.section import Words
-from shared.config.slime_script import SETTLED_FROM
+from shared.config.slime_defaults import SETTLED_FROM
 from shared.runtime.errors import BadInput, ConfigError, near, nearest, raise_problems
 from shared.runtime.safe_text import without_credentials
 

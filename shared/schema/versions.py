@@ -54,7 +54,7 @@ def newest_possible(live: int, max_staleness: int) -> int:
     return live + max_staleness + 1
 
 
-def is_lost(oldest: int, live: int, max_staleness: int, policy: str) -> bool:
+def is_too_stale(oldest: int, live: int, max_staleness: int, policy: str) -> bool:
     """Returns whether nothing will be trained of a group whose oldest token is of version ``oldest``, however soon it ends.
 
     No batch that is still to be formed trains on a version before the live one; ``drop`` and ``requeue`` train no group that is over a

@@ -29,7 +29,7 @@ from shared.schema.ledger import (
 )
 from shared.schema.ledger_audit import Audit
 from shared.schema.messages import Batch, BatchRefused, Failed, Interrupted, Payload, SampleMeta, Scored
-from shared.schema.versions import admissible_steps, is_lost, is_pushed, version_after
+from shared.schema.versions import admissible_steps, is_pushed, is_too_stale, version_after
 from tests.unit.buffer.decisions import meta, of_samples
 
 
@@ -197,7 +197,7 @@ class World:
         job = self.dice.choice(begun)
         self.jobs.remove(job)
         assert job.oldest is not None
-        stale = is_lost(job.oldest, self.state.live_version, self.limits.rollout.max_staleness, self.limits.rollout.staleness_policy)
+        stale = is_too_stale(job.oldest, self.state.live_version, self.limits.rollout.max_staleness, self.limits.rollout.staleness_policy)
         payload = None
         if not stale and self.dice.random() < 0.7:
             key = f"{job.group}:{job.attempt}"

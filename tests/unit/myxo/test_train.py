@@ -18,7 +18,7 @@ from myxo.commands.evaluate import evaluating
 from myxo.preflight import Source, engine_checks, inspect, objective_checks
 from myxo.preflight.inspection import Inspection, Note
 from shared.bus import runs
-from shared.config import config_reading, flags, slime_script
+from shared.config import config_reading, flags, slime_defaults
 from shared.config.config_reading import read
 from shared.config.run_config import RunConfig
 from shared.hooks.arguments import Arguments
@@ -207,7 +207,7 @@ def test_masking_sequences_switches_no_importance_weight_on() -> None:
     [
         "--partial-rollout",
         "--max-staleness 2",
-        f"--rollout-function-path {slime_script.FULLY_ASYNC}",
+        f"--rollout-function-path {slime_defaults.FULLY_ASYNC}",
         "--rollout-function-path slime.rollout.fully_async_rollout:generate_rollout_fully_async",
     ],
 )

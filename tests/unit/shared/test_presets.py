@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from myxo.commands.flag_list import lines_of
-from shared.config import flags, presets, slime_script
+from shared.config import flags, presets, slime_defaults
 from shared.config.config_reading import parse
 from shared.config.presets import PRESETS, ValueOf
 from shared.config.run_config import RunConfig
@@ -134,7 +134,7 @@ OPD = (
 
 def settled(tmp_path: Path, words: str) -> tuple[Any, list[str]]:
     given = values(tmp_path, **flags.parse(words.split()))
-    lines = slime_script.settle_functions(given)
+    lines = slime_defaults.settle_functions(given)
     return parse(given), lines
 
 
@@ -154,7 +154,7 @@ async def test_its_reward_is_none(tmp_path: Path) -> None:
 def test_teachers_that_are_given_stay(tmp_path: Path) -> None:
     given = values(tmp_path, **flags.parse(OPD.split()))
     given["algorithm"]["opd_teachers"] = {"mine": "http://mine:1"}
-    assert slime_script.settle_functions(given) == []
+    assert slime_defaults.settle_functions(given) == []
     assert given["reward"]["rm_url"] == "http://10.0.0.7:13141/generate"
 
 
@@ -180,7 +180,7 @@ def test_a_weight_without_its_correction_is_refused(tmp_path: Path) -> None:
 @table(("words", "kind"), [("", "k1"), ("--preset dapo", "k1"), ("--preset gspo grpo", None), ("--preset grpo --kl-loss-type k2", None)])
 def test_a_preset_comes_before_slimes_defaults(words: str, kind: str | None) -> None:
     given = flags.parse(f"--use-kl-loss {words}".split())
-    assert slime_script.defaults(given).get("algorithm", {}).get("kl_loss_type") == kind
+    assert slime_defaults.defaults(given).get("algorithm", {}).get("kl_loss_type") == kind
 
 
 # --- which runs can do without the log-probs that the rollout drew tokens with
