@@ -4,7 +4,6 @@ Reads a run's config, or a ready config of a model alone, and the model's shape 
 """
 
 import argparse
-import contextlib
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -73,10 +72,10 @@ def planned(source: Source, gpu_bytes: int) -> PlannedConfig:
             config = config.with_fields(rollout={"rollout_num_gpus_per_engine": gpus})
     config, engines = filled(config, 0, 0, trains=True)
     models = dict[str, Architecture]()
-    with contextlib.suppress(ConfigError):  # reported below
-        config = _downloaded(config, FROZEN)
-    for name in config.rollout.models:
+    for name, model in config.rollout.models.items():
         try:
+            alone = _downloaded(config.with_fields(rollout={"models": {name: model}}), FROZEN)
+            config = config.with_fields(rollout={"models": config.rollout.models | alone.rollout.models})
             models[name] = _read_shape(config.of_engines(name).model.hf_checkpoint, f"rollout.models.{name}.hf_checkpoint")
         except ConfigError as error:  # engines serve families that no trainer has
             notes.append(f"{name} is left out of the plan: {error}")

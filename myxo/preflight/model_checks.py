@@ -340,7 +340,7 @@ def _reference(inspection: Inspection, directory: Path) -> Findings:
     yield Note(f"the policy starts from {config.model.hf_checkpoint}, its reference from {directory}; slime starts both from --ref-load")
 
 
-_HEADS_OVER_ALL_GPUS = {"llama", "mistral", "qwen2", "mimo"}  # of these SGLang divides heads by dp-size's GPUs, too
+_HEADS_SHARED_OVER_DATA = ("qwen3", "qwen2_moe", "glm4_moe", "glm_moe", "deepseek", "kimi", "minimax_m2", "gpt_oss")  # with dp-size
 
 
 def check_engines(inspection: Inspection) -> Findings:
@@ -349,7 +349,7 @@ def check_engines(inspection: Inspection) -> Findings:
     if model is None:
         return
     layout = EngineLayout.of(rollout.rollout_num_gpus_per_engine, rollout.engine_flags)
-    parts = gpus if model.model_type in _HEADS_OVER_ALL_GPUS else layout.heads
+    parts = layout.heads if model.model_type.startswith(_HEADS_SHARED_OVER_DATA) else gpus
     heads, shared = {"attention heads": model.num_attention_heads}, model.num_key_value_heads
     on_gpus = devices.resolve(rollout.rollout_device) == "cuda"  # on a CPU SGLang adds what is missing
     if model.latent is None and (shared > parts or (on_gpus and parts % shared)):

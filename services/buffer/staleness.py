@@ -1,8 +1,7 @@
 """Decides how a batch treats a group, by the age of its tokens and the run's staleness policy.
 
 A batch that is trained on version V takes no trained token older than the bound b = V − max_staleness. The four policies differ in what
-they do with a group that holds older tokens (docs/staleness.md). Before: `policy.admit`, then
-`shared.schema.versions.is_too_stale`.
+they do with a group that holds older tokens (docs/staleness.md). Before: `policy.admit`, `shared.schema.versions.is_too_stale`.
 """
 
 from typing import Literal

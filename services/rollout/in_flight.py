@@ -1,6 +1,6 @@
 """Samples under generation: their output so far, and the engine's requests for them.
 
-A group that is too old to be trained (`shared.schema.versions.is_too_stale`) is stopped, since generating it to its end would waste the engine;
+A group that is too old to be trained (`shared.schema.versions.is_too_stale`) is stopped, since its end would waste the engine;
 so are all groups when the replica leaves.
 """
 

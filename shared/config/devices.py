@@ -71,7 +71,7 @@ def gpu_capabilities() -> list[float]:
 def of_each_gpu(field: str) -> list[str]:
     """Returns what nvidia-smi says of each GPU, of those in `VISIBLE` alone where it knows them by these names; nothing where it cannot."""
     names = os.environ.get(VISIBLE, "")
-    whole = all(len(name) == len("GPU-") + 36 for name in visible_gpus())  # numbers are CUDA's own, the fastest first
+    whole = all(name.startswith("GPU-") and len(name) == 40 for name in visible_gpus())  # numbers are CUDA's own, the fastest first
     which = [f"--id={names}"] if names and (whole or os.environ.get("CUDA_DEVICE_ORDER") == "PCI_BUS_ID") else []
     command = ["nvidia-smi", f"--query-gpu={field}", "--format=csv,noheader,nounits", *which]
     try:

@@ -1,6 +1,6 @@
 """The losses of a micro-batch: the policy's, that of supervised fine-tuning, the critic's; and the choice among them for a run.
 
-`docs/reading.md` lists what a new one needs; `LossInputs.loss` (`services/trainer/loss_inputs.py`) puts distillation around the policy's.
+`docs/reading.md` lists what a new one needs; `services.trainer.loss_inputs` puts distillation around the policy's.
 
 Invariants, held by tests:
 

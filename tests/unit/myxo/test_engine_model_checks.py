@@ -188,6 +188,7 @@ def test_a_context_that_torch_would_train_densely_is_refused(
         ("qwen3", (40, 8), {"rollout_num_gpus_per_engine": 16, "sglang": SHARED}, ""),
         ("qwen3", (36, 4), {"rollout_num_gpus_per_engine": 16, "sglang": SHARED}, "36 attention heads, divided by dp-size = 2"),
         ("qwen2", (40, 8), {"rollout_num_gpus_per_engine": 16, "sglang": SHARED}, "a divisor of the model's 40 attention heads"),
+        ("gemma3_text", (4, 1), {"rollout_num_gpus_per_engine": 8, "sglang": SHARED}, "a divisor of the model's 4 attention heads"),
     ],
 )
 def test_an_engines_gpus_share_the_models_heads(

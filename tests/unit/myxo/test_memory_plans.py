@@ -18,6 +18,7 @@ from myxo.preflight import Source
 from myxo.preflight.inspection import Inspection, Note
 from myxo.preflight.run_plan import check_gpu_memory, remedies, settle_trainer
 from shared.bus import runs
+from shared.config import devices
 from shared.config.trainer_section import TrainerSection
 from shared.model.architecture import Experts
 from shared.runtime.errors import BadInput, ConfigError
@@ -262,6 +263,22 @@ def test_a_trainer_that_is_surely_too_large_is_refused_with_what_would_help(foun
     assert "optimizer" in str(problem) and "--optimizer-cpu-offload" in str(problem)
     (note,) = found(46_068, debug={"ignore_memory_plan": True})
     assert isinstance(note, Note) and "may fail" in note.text
+
+
+def test_gpus_that_the_run_may_not_use_do_not_count(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """CUDA and nvidia-smi number GPUs each in an order of its own, but in PCI_BUS_ID: other numbers say nothing of which are meant."""
+    (tmp_path / "nvidia-smi").write_text(
+        "#!/bin/sh\nfor word; do case $word in --id=*) echo 81559; exit;; esac; done\necho 6138\necho 81559\n"
+    )
+    (tmp_path / "nvidia-smi").chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
+    monkeypatch.delenv("CUDA_DEVICE_ORDER", raising=False)
+    for given, mebibytes in (("GPU-8932f937-d72c-4106-c12f-20bd9faed9f6", 81_559), ("GPU-8932f9", 6_138), ("0", 6_138), ("", 6_138)):
+        monkeypatch.setenv(devices.VISIBLE, given)
+        assert devices.gpu_bytes() == mebibytes << 20
+    monkeypatch.setenv("CUDA_DEVICE_ORDER", "PCI_BUS_ID")
+    monkeypatch.setenv(devices.VISIBLE, "1")
+    assert devices.gpu_bytes() == 81_559 << 20
 
 
 def test_near_the_limit_it_is_told_on_either_side(found: Callable[..., Findings]) -> None:
