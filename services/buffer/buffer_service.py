@@ -7,15 +7,12 @@ one is active: it holds the lease (`shared.bus.leader_lease`). The others stand 
 import asyncio
 import contextlib
 import itertools
-import re
 import time
 from collections import Counter, deque
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import TypeVar
-
-from redis.exceptions import RedisError
 
 from services.buffer import policy
 from services.buffer.buffer_config import BufferConfig
@@ -178,7 +175,6 @@ POLL_INTERVAL_S = 2.0  # The interval at which live version and queue depths are
 FOLLOW_SECONDS = 5.0  # The interval at which a buffer on standby reads new records of the ledger
 HAND_OVER_SECONDS = 1.5  # The time that a stopping buffer waits for its last decision
 DRAIN_SECONDS = 1.5  # The time for which it still keeps the responses of groups that have ended
-_ATTEMPT = re.compile(r"[^:]*:group:([^:]{1,200}):(\d{1,9}):")  # `Subjects.payload_prefix`
 
 # The latest records of the ledger whose groups a buffer that takes over keeps, where its predecessor had not come to it
 RECENT_RECORDS = 256
@@ -274,8 +270,8 @@ class Buffer:
         watching = (self._watch_versions(), self._watch_gauges(), self._until_broken())
         free, most_pictures = self._eval_log.release, self._prompts.most_pictures
         outcomes = OutcomeConsumer(service, self._limits, self._state, self._lease.held, self._decide, free, self._admits, most_pictures)
-        publishing, freeing = self._tasks.publishers(outcomes.settle, self._state), (self._free(), self._free_ownerless())
-        async with service.background(*publishing, self._keeper.run(), self._eval_log.run(), *freeing, outcomes.run(), *watching):
+        publishing = self._tasks.publishers(outcomes.settle, self._state)
+        async with service.background(*publishing, self._keeper.run(), self._eval_log.run(), self._free(), outcomes.run(), *watching):
             await service.stopping.wait()
             with contextlib.suppress(TimeoutError):  # the end comes between two decisions, and none follows
                 await asyncio.wait_for(self._lock.acquire(), HAND_OVER_SECONDS)
@@ -291,6 +287,7 @@ class Buffer:
         anew = [policy.requeue(group, "changed data", now) for group in (() if self._prompts.drawn else [*state.outstanding, *kept])]
         await check_data(self._service, self._prompts.fingerprints, partial(self._record, anew), begun=begun)
         self._keeper.take(perhaps_not_kept(state, self._recent, time.time()))
+        self._keeper.release(reversed(self._ledger.released))  # what was let go last is likeliest to be there
         show_evaluations(self._service, state.evaluated.values())
         self._log.info("recovered", admitted=state.admitted, trained=state.trained, in_flight=state.in_flight)
         self._tasks.outstanding(state, self._limits)
@@ -413,17 +410,6 @@ class Buffer:
     async def _free(self) -> None:
         while True:
             await self._service.store.free(await self._to_free.get())
-
-    async def _free_ownerless(self) -> None:
-        """Frees, now and each hour, what killed buffers had let go, and what replicas that were killed had not reported."""
-        while True:
-            try:
-                async for key in self._service.store.keys(self._service.subjects.payload_keys):
-                    if named := _ATTEMPT.match(key):
-                        self._eval_log.release(policy.unwanted(self._state, named[1], int(named[2]), [key]))
-            except RedisError as error:  # accounts of earlier releases may not list keys
-                self._log.warning("ownerless_payloads_not_freed", error=str(error))
-            await asyncio.sleep(3600.0)
 
     # --- incoming messages
 

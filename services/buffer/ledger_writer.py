@@ -6,6 +6,7 @@ whoever scored it may have filled its message to the limit, and numbers grow whe
 """
 
 import copy
+from collections import deque
 from collections.abc import Awaitable, Callable, Iterable, Iterator
 from functools import partial
 
@@ -47,7 +48,7 @@ def _smaller(record: LedgerRecord, reason: str) -> list[LedgerRecord]:
             return [GroupDead(group=group.group, reason=reason, fault=TASK, payload=group.payload, at=at)]
         case EvalScored(rewards=[_, *_]):
             return [record.model_copy(update={"rewards": [], "parts": (), "reason": reason})]
-        case GroupDead(payload=Payload()) | EvalScored(payload=Payload()):  # what no group has is freed in time
+        case GroupDead(payload=Payload()) | EvalScored(payload=Payload()):  # its blobs stay in the store, which is the lesser evil
             return [record.model_copy(update={"payload": None})]
         case GroupRequeued(partial=Payload()):
             return [record.model_copy(update={"partial": None, "renew_below": 0})]
@@ -94,6 +95,10 @@ class Trial:
         self._ahead.apply(record)
 
 
+# The number of the payload keys that were let go last and are freed again after a restart: more than a killed buffer can have left undone
+RELEASED_AGAIN = 1 << 18
+
+
 class LedgerWriter:
     """Replays the run's ledger, and appends to it.
 
@@ -112,6 +117,7 @@ class LedgerWriter:
         self._stream = self._subjects.ledger_stream
         self.state = BufferState()
         self._trial = Trial(self.state)
+        self.released: deque[str] = deque(maxlen=RELEASED_AGAIN)  # The payload keys that the records read so far let go last
         self.last = 0  # The sequence of the last record that was read or appended
         self.behind = 0  # How many records are still to be read, the present one among them, while the ledger is read
 
@@ -125,6 +131,7 @@ class LedgerWriter:
             self._read(self.state, record)
             self._trial.follow(record)
             self.last = sequence
+            self.released.extend(self.state.released)
         self.last = max(self.last, newest)  # a stream that was emptied has a last sequence all the same
 
     def tried(self, records: Iterable[LedgerRecord]) -> Iterator[LedgerEntry]:

@@ -113,8 +113,7 @@ class OutcomeConsumer:
 
     async def _free_left(self, outcome: GroupOutcome) -> None:
         """Frees what is not needed of an outcome, and what its prompt showed: before the ack, so that a death leaves nothing behind."""
-        if outcome.payload is not None:
-            self._free(policy.unwanted(self._state, outcome.group, outcome.attempt, outcome.payload.keys))
+        self._free(policy.unwanted(self._state, outcome))
         if self._most_pictures and not isinstance(outcome, Wanted):
             keys = self._service.subjects.picture_keys(outcome.group, outcome.attempt)
             await self._service.store.free(list(itertools.islice(keys, self._most_pictures)))

@@ -25,7 +25,7 @@ from services.buffer.staleness import StalenessDecision
 from services.buffer.state import BatchRecord, BufferState, GroupState, trained_of
 from shared.runtime.errors import INFRASTRUCTURE, POLICY, TASK, MyxoError
 from shared.schema import codec, ledger
-from shared.schema.ledger import PAYLOAD_LOST, LedgerRecord, eval_group_parts, group_number
+from shared.schema.ledger import PAYLOAD_LOST, LedgerRecord, group_number
 from shared.schema.messages import (
     Attestation,
     Batch,
@@ -255,20 +255,14 @@ def wanted(state: BufferState, limits: BufferConfig, message: Wanted, now: float
     return [ledger.GroupsAdmitted(first=state.admitted, count=min(message.count, room), version=state.live_version, at=now)]
 
 
-def unwanted(state: BufferState, name: str, attempt: int, keys: Iterable[str]) -> list[str]:
-    """Returns those payload keys of an attempt at a group that nobody needs: the group has ended, or the attempt, and it keeps others. They
-    stay so: a ``state`` that is behind the ledger's end names none that is needed since."""
-    if (group := state.groups.get(name)) is not None:
-        kept = group.scored or group.partial
-        over = attempt < group.attempt + (group.scored is not None)
-        return [key for key in keys if over and (kept is None or key not in kept.keys)]
-    if (parts := eval_group_parts(name)) is not None:
-        dataset, version, _ = parts
-        evaluation = state.evaluations.get((version, dataset))
-        over = (version, dataset) in state.evaluated if evaluation is None else name not in evaluation.pending
-    else:
-        over = name[1:].isdecimal() and group_number(name) < state.admitted
-    return [*keys] if over else []
+def unwanted(state: BufferState, message: GroupOutcome) -> list[str]:
+    """Returns the payload keys of an outcome that are not needed after its decision: it is of an ended group, of an attempt that was given
+    up, or a repeat. A second replica may have written them long after they were freed."""
+    if message.payload is None or awaiting(state, message) is not None:
+        return []
+    group = state.groups.get(message.group)
+    kept = {key for one in ((group.partial, group.scored) if group is not None else ()) if one is not None for key in one.keys}
+    return [key for key in message.payload.keys if key not in kept]
 
 
 # --- batches

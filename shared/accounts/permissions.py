@@ -78,7 +78,7 @@ def rights(run: str) -> tuple[Rights, ...]:
     sessions, ingested, commands = (names.session_keys,), (names.ingest_keys,), (names.command_keys,)
     opener = StoreRights(("expire", "get", "llen", "lrange", "rpush", "rpushx", "setnx", "unlink"), sessions, sessions)
     store = {
-        BUFFER: StoreRights((*_CONNECTION, "exists", "getrange", "info", "scan", "setnx", "unlink"), payloads, payloads),
+        BUFFER: StoreRights((*_CONNECTION, "exists", "getrange", "info", "setnx", "unlink"), payloads, payloads),
         # SETNX sets what is not there: whoever has this account can add payloads, and change none
         ROLLOUT: StoreRights((*_CONNECTION, "getrange", "setnx"), payloads, payloads, (opener,)),
         REWARD: StoreRights((*_CONNECTION, "getrange"), payloads),

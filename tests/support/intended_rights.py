@@ -189,7 +189,7 @@ def everything(run: str, other: str) -> Table:
 
 
 STORE = {
-    BUFFER: {"PING", "GETRANGE", "EXISTS", "INFO", "SCAN", "SETNX", "UNLINK"},
+    BUFFER: {"PING", "GETRANGE", "EXISTS", "INFO", "SETNX", "UNLINK"},
     ROLLOUT: {"PING", "GETRANGE", "SETNX"},
     REWARD: {"PING", "GETRANGE"},
     GATEWAY: {"PING", "SETNX"},

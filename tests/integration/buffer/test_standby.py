@@ -11,11 +11,12 @@ from pathlib import Path
 
 import pytest
 
+from services.buffer.ledger_writer import LedgerWriter
 from shared.bus import runs
 from shared.bus.registry import STANDBY, Registry
 from shared.process.embedded_servers import EmbeddedNats, EmbeddedServer, EmbeddedValkey
 from shared.schema.ledger import GroupDead, GroupsAdmitted, GroupsScored, group_id
-from shared.schema.messages import RunDone
+from shared.schema.messages import Payload, RunDone
 from shared.schema.service_messages import LeaseStatus
 from tests.integration.buffer.conftest import SHORT, NewRun, on_mortal_servers
 from tests.integration.buffer.player import Player
@@ -37,20 +38,36 @@ async def two_buffers(player: Player) -> AsyncIterator[tuple[ServiceProcess, Ser
             yield first, second
 
 
-async def test_a_successor_frees_what_no_group_has_any_more(new_run: NewRun) -> None:
-    """Left by a buffer that was killed before it freed them, or by a replica that was before it reported them."""
+async def test_a_successor_frees_again_what_many_records_let_go(new_run: NewRun) -> None:
     player = await new_run()
-    await player.bus.publish(player.names.ledger("groups_admitted"), GroupsAdmitted(first=0, count=2, version=0, at=0.0))
-    await player.bus.publish(player.names.ledger("group_dead"), GroupDead(group=group_id(0), reason="x", at=0.0))
-    dead, under_way, later = (player.names.payload_key(group_id(number), 0, 0) for number in range(3))
-    await player.store.write(dict.fromkeys((dead, under_way, later, f"{player.names.run}:group:x"), b"1"))
+    keys = [f"k{number}" for number in range(300)]
+    await player.bus.publish(player.names.ledger("groups_admitted"), GroupsAdmitted(first=0, count=len(keys), version=0, at=0.0))
+    ends = {key: GroupDead(group=group_id(at), reason="x", payload=Payload(keys=[key], bytes=1), at=0.0) for at, key in enumerate(keys)}
+    await player.bus.publish_all(player.names.ledger("group_dead"), ends)
+
+    async def allowed() -> None:
+        raise AssertionError("nothing is written here")
+
+    writer = LedgerWriter(player.bus, player.names.run, allowed, lambda state, record: None)
+    await writer.follow()
+    assert [*writer.released] == keys
+
+
+async def test_a_buffer_leaves_the_payloads_of_another_run_of_its_name_alone(new_run: NewRun) -> None:
+    """Only what the ledger and messages name is the run's: a copy, or a run with a NATS of its own, may share the store."""
+    player = await new_run()
+    let_go, foreign = (player.names.payload_key(group_id(0), 0, 0, generation) for generation in ("mine", "another"))
+    ended = GroupDead(group=group_id(0), reason="x", payload=Payload(keys=[let_go], bytes=1), at=0.0)
+    await player.bus.publish(player.names.ledger("groups_admitted"), GroupsAdmitted(first=0, count=1, version=0, at=0.0))
+    await player.bus.publish(player.names.ledger("group_dead"), ended)
+    await player.store.write(dict.fromkeys((let_go, foreign), b"1"))
     with player.launch("buffer-1"):
 
         async def freed() -> bool:
-            return bool(await player.store.missing([dead]))
+            return bool(await player.store.missing([let_go]))
 
         await until(freed, "the dead group's payload to be freed")
-    assert await player.store.missing([under_way, later, f"{player.names.run}:group:x"]) == []
+    assert await player.store.missing([foreign]) == []
     assert runs.frozen(player.config.run.root) == player.config, "which `myxo export` and `myxo eval` read"
 
 

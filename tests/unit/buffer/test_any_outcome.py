@@ -73,8 +73,7 @@ class Core:
         for outcome in read:
             if not isinstance(outcome, Scored):
                 self.decide(lambda outcome=outcome: policy.outcomes(self.state, self.limits, [outcome], 0.0))  # type: ignore[misc]
-            keys = [] if outcome.payload is None else outcome.payload.keys
-            self.freed += policy.unwanted(self.state, outcome.group, outcome.attempt, keys)
+            self.freed += policy.unwanted(self.state, outcome)
 
     def ask(self) -> None:
         step = self.state.formed_steps

@@ -27,12 +27,11 @@ from shared.schema.ledger import (
     eval_group_parts,
     group_id,
 )
-from shared.schema.messages import Failed, Interrupted, Payload, Scored
+from shared.schema.messages import Failed, Payload, Scored
 from tests.support.buffer_config import buffer_config
 from tests.support.tables import table
 from tests.unit.buffer.decisions import fold, meta, of_samples
 
-PAYLOAD = Payload(keys=["kept"], bytes=1)
 LIMITS = buffer_config(steps=4, groups=2, samples=2, max_staleness=1, interval=1)
 
 
@@ -93,42 +92,25 @@ def test_payloads_that_nobody_will_read_are_let_go() -> None:
     assert state.released == [f"{group_id(0)}:0"]
 
 
-def test_a_payload_is_unwanted_once_its_group_or_its_attempt_has_ended() -> None:
-    state = started(EVALUATED)
-    ended, ready, again, under_way = map(group_id, range(4))
-    fold(state, policy.failed(state, Failed(group=ended, attempt=0, reason="x", by="r"), 0.0))
-    fold(state, policy.interrupted(state, LIMITS, Interrupted(group=again, attempt=0, payload=PAYLOAD, stale=False, replica="r"), 0.0))
-    fold(state, policy.scored(state, LIMITS, [came_back(ready).model_copy(update={"payload": PAYLOAD})], 0.0))
-    fold(state, policy.scored(state, EVALUATED, [came_back("eval.heldout.0.1", samples=1)], 0.0))
-    over = [(ended, 0), (ready, 0), (again, 0), ("eval.heldout.0.1", 0)]
-    needed = [(ready, 1), (again, 1), (under_way, 0), ("eval.heldout.0.0", 0), (group_id(9), 0), ("eval.heldout.9.0", 0), ("x", 0)]
-    found = {(name, attempt): policy.unwanted(state, name, attempt, ["kept", "other"]) for name, attempt in (*over, *needed)}
-    assert [one for one, keys in found.items() if keys] == over
-    assert found[ready, 0] == found[again, 0] == ["other"] and found[ended, 0] == ["kept", "other"]
-
-
-def unwanted(state: BufferState, outcome: Scored) -> list[str]:
-    return policy.unwanted(state, outcome.group, outcome.attempt, outcome.payload.keys)
-
-
 def test_what_a_late_attempt_wrote_is_let_go_and_nothing_that_is_in_use() -> None:
     state = started()
     first = came_back(group_id(0))
+    assert policy.unwanted(state, came_back("eval.heldout.0.0", samples=1)) == ["eval.heldout.0.0:0"]  # no such evaluation
     fold(state, policy.scored(state, LIMITS, [first], 0.0))
-    assert unwanted(state, first) == []  # delivered twice, in use
+    assert policy.unwanted(state, first) == []  # delivered twice, in use
     other = first.model_copy(update={"payload": Payload(keys=["another generation"], bytes=1)})
     fold(state, policy.scored(state, LIMITS, [other], 0.0))
-    assert unwanted(state, other) == ["another generation"]  # made of the same attempt by a second replica
+    assert policy.unwanted(state, other) == ["another generation"]  # made of the same attempt by a second replica
     fold(state, policy.lost_ready(state, group_id(0), 0.0))
-    assert unwanted(state, first) == [f"{group_id(0)}:0"]
+    assert policy.unwanted(state, first) == [f"{group_id(0)}:0"]
     score(state, 0, 1)
     fold(state, policy.form_batch(state, LIMITS, 0, 0, 0.0))
     second = came_back(group_id(0), attempt=1)
-    assert unwanted(state, second) == []
+    assert policy.unwanted(state, second) == []
     fold(state, policy.trained(state, 0, 1, 0.0, 1.0, 0.0))
-    assert unwanted(state, second) == []  # a trainer that comes back will read it
+    assert policy.unwanted(state, second) == []  # a trainer that comes back will read it
     fold(state, policy.durable(state, 1, 0.0))
-    assert unwanted(state, second) == [f"{group_id(0)}:1"]
+    assert policy.unwanted(state, second) == [f"{group_id(0)}:1"]
 
 
 def test_training_does_not_wait_for_the_first_evaluation() -> None:

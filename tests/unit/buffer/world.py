@@ -154,8 +154,7 @@ class World:
 
     def _tidy(self, message: Scored | Failed | Interrupted) -> None:
         """The service frees what an outcome leaves behind."""
-        keys = [] if message.payload is None else message.payload.keys
-        assert not set(policy.unwanted(self.state, message.group, message.attempt, keys)) & self._needed()
+        assert not set(policy.unwanted(self.state, message)) & self._needed()
 
     def check_replay(self) -> None:
         assert replay(self.records) == self.state
