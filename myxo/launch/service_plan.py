@@ -69,7 +69,8 @@ def plan(config: RunConfig, nats_url: str) -> list[ServiceSpec]:
     for kind, instance in instances:
         environment = {devices.VISIBLE: shares[instance]} if instance in shares else {}
         if kind == "gateway" and (given := os.environ.get(GATEWAY_VARIABLE)):  # of the first; each further one is a port further on
-            environment[GATEWAY_VARIABLE] = str(parsed(given, GATEWAY_VARIABLE).next(int(instance.rpartition("-")[2])))
+            further = int(instance.rpartition("-")[2])
+            environment[GATEWAY_VARIABLE] = str(parsed(given, GATEWAY_VARIABLE).next(further, GATEWAY_VARIABLE))
         elif kind == "gateway" and not config.gateway.gateway_port:
             # each of its lives listens there: clients that repeat a request know no other address
             _HELD.append(held := hold_port())

@@ -96,7 +96,7 @@ def _address(service: Service) -> HttpAddress:
         return addresses.parsed(given, GATEWAY_VARIABLE)
     number = re.search(r"-(\d+)$", service.instance)
     first = HttpAddress(section.gateway_host, section.gateway_port)
-    return first.next(int(number[1])) if number and section.gateway_port else first
+    return first.next(int(number[1]), "gateway.gateway_port") if number and section.gateway_port else first
 
 
 def gateway_url(address: str) -> str:

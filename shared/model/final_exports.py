@@ -63,8 +63,12 @@ def retire_exports(config: RunConfig, steps: int) -> None:
     """Has policies of ``steps`` steps that this run has written count no more: they are made anew, after ``--fresh`` or a step back."""
     for path in (export_target(config, steps), hf_directory(config)):
         if path is not None and exported_steps(config, path) == steps:
-            with contextlib.suppress(OSError):  # which the export that follows reports
-                replace_file(path / MARK, json.dumps(mark_of(config, -1)).encode())
+            content = json.dumps(mark_of(config, -1), separators=(",", ":")).encode()
+            try:
+                replace_file(path / MARK, content)
+            except OSError:  # a full disk has room for what is no longer than what is there; the export that follows reports the rest
+                with contextlib.suppress(OSError), open(path / MARK, "r+b") as mark:
+                    mark.write(content.ljust(os.fstat(mark.fileno()).st_size))
 
 
 def occupant(config: RunConfig, directory: Path) -> str:

@@ -31,10 +31,10 @@ class HttpAddress(NamedTuple):
     def __str__(self) -> str:
         return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
 
-    def next(self, count: int) -> "HttpAddress":
-        """Returns the address ``count`` ports further on. Raises ConfigError where there are not so many."""
+    def next(self, count: int, field: str = HTTP_VARIABLE) -> "HttpAddress":
+        """Returns the address ``count`` ports further on. ``field``: where it stands. Raises ConfigError where there are not so many."""
         if self.port + count > LAST_PORT:
-            raise ConfigError(HTTP_VARIABLE, str(self), f"a port with room for {count} more services up to {LAST_PORT}, or 0: free ones")
+            raise ConfigError(field, str(self), f"a port with room for {count} more services up to {LAST_PORT}, or 0: free ones")
         return HttpAddress(self.host, self.port + count if self.port else 0)
 
     @property

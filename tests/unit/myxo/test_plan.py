@@ -52,6 +52,9 @@ def test_each_further_gateway_is_a_port_further_than_the_one_that_the_variable_n
     monkeypatch.setenv("MYXO_GATEWAY", "0.0.0.0:8800")
     given = [spec.environment["MYXO_GATEWAY"] for spec in plan(config, "nats://host") if spec.service == "gateway"]
     assert given == [f"0.0.0.0:{port}" for port in (8800, 8801, 8802)]
+    monkeypatch.setenv("MYXO_GATEWAY", "0.0.0.0:65534")
+    with pytest.raises(ConfigError, match="MYXO_GATEWAY = "):
+        plan(config, "nats://host")
 
 
 def test_a_further_node_has_a_port_for_each_service_and_the_console_takes_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

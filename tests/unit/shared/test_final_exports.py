@@ -1,12 +1,15 @@
 """Steps and versions, and where a run's final policy goes."""
 
+import errno
 import json
 from itertools import pairwise
 from pathlib import Path
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from shared.model import final_exports as final_exports_module
 from shared.model.final_exports import MARK, exported_steps, final_exports, missing_exports, occupant, retire_exports
 from shared.schema.versions import admissible_steps, crossed, is_periodic, is_pushed, version_after
 from tests.support.run_config import run_config
@@ -54,6 +57,19 @@ def test_an_export_of_another_run_or_of_a_life_before_counts_for_nothing(tmp_pat
     retire_exports(config, 6)  # as the checkpoint of six steps is made anew
     assert missing_exports(config) == [config.trained / "hf", last]
     assert not occupant(config, last), "it may be replaced all the same"
+
+
+def test_an_export_that_is_made_anew_on_a_full_disk_is_not_the_last_policy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(path: Path, content: bytes) -> None:
+        raise OSError(errno.ENOSPC, "no room")
+
+    monkeypatch.setattr(final_exports_module, "replace_file", full)
+    config = run_config(tmp_path, rollout={"num_rollout": 6})
+    path = config.trained / "hf"
+    for mark in {"run": config.run.name}, {}:
+        written(path, 6, **mark)
+        retire_exports(config, 6)
+        assert missing_exports(config) == [path] and not occupant(config, path)
 
 
 def test_an_export_replaces_nothing_but_exports_of_its_run(tmp_path: Path) -> None:
