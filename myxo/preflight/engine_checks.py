@@ -25,7 +25,7 @@ from myxo.preflight.model_checks import (
     positive_count,
 )
 from shared.config import devices
-from shared.config.engine_limits import CONTEXT_KEPT, context_length, cpu_token_capacity, longest_sequence
+from shared.config.engine_limits import CONTEXT_KEPT, context_length, cpu_token_capacity, longest_sequence, model_config_of, text_entries
 from shared.config.eval_views import eval_views
 from shared.config.external_server import EngineAway, ExternalServer
 from shared.config.rollout_section import APART, GENERATORS, GPUS_OF_MACHINE, TRANSFER, RolloutSection, flag_size, transfer_backend
@@ -48,7 +48,6 @@ from shared.config.speculation import (
 )
 from shared.model.quantization import ENTRY
 from shared.runtime.errors import ConfigError, nearest
-from shared.runtime.safe_files import parse_json
 
 # Quantizations that SGLang makes of weights which have none.
 ONLINE = ("bitsandbytes", "fp8", "mxfp8", "nvfp4_online", "quark_int4fp8_moe", "w8a8_fp8")
@@ -329,11 +328,9 @@ def _draft(inspection: Inspection, field: str, algorithm: Any, draft_field: str,
 
 def _unlike_draft(inspection: Inspection, algorithm: str, field: str, path: Path) -> Findings:
     """Yields how a draft's sizes differ from the model's where they must not: its tokens are the model's, and EAGLE reads its states."""
-    try:
-        configs = inspection.model_config or {}, parse_json((path / "config.json").read_bytes())
-        target, draft = ({**config, **(config.get("text_config") or {})} for config in configs)
-    except (OSError, ValueError, AttributeError, TypeError):
+    if (entries := model_config_of(path)) is None:
         return  # reported, or on the hub
+    target, draft = map(text_entries, (inspection.model_config or {}, entries))
     names = ("vocab_size",) if algorithm == "STANDALONE" else ("vocab_size", "hidden_size")
     for name in names:
         has = draft.get("target_hidden_size", draft.get(name)) if name == "hidden_size" else draft.get(name)

@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 
 from shared.config import devices
 from shared.config.data_sections import DataSection
+from shared.config.engine_limits import model_config_of
 from shared.config.eval_views import EvalView, eval_views
 from shared.config.run_config import RunConfig
 from shared.data import data_files
@@ -21,7 +22,6 @@ from shared.model.architecture import Architecture
 from shared.model.families import TOWERS, architecture_of, planned_architecture, read_architecture, tower_of
 from shared.model.quantization import quantization_of
 from shared.runtime.errors import BadInput, ConfigError
-from shared.runtime.safe_files import parse_json
 from shared.transfer.manifest import ITEM_BYTES
 
 Result = TypeVar("Result")
@@ -120,11 +120,7 @@ class Inspection:
     @cached_property
     def model_config(self) -> dict[str, Any] | None:
         """Returns the checkpoint's ``config.json``; None where it holds no JSON object, which the check of the model's files reports."""
-        try:
-            values = parse_json((self.config.model.hf_checkpoint / "config.json").read_bytes())
-        except (OSError, ValueError):
-            return None
-        return values if isinstance(values, dict) else None
+        return model_config_of(self.config.model.hf_checkpoint)
 
     @cached_property
     def architecture(self) -> Architecture | None:

@@ -396,6 +396,7 @@ def check_engine_context(inspection: Inspection) -> Findings:
         return
     config, device = inspection.config, devices.resolve(rollout.rollout_device)
     trained = config.longest_sample if config.trainer.trainer_backend == "torch" and not config.debug.debug_rollout_only else 0
+    trained = min(trained, rollout.rollout_max_context_len or trained)
     if (problem := unequal_context_problem(model, rollout.engine_flags, device, trained)) is not None:
         yield problem
     known, given = context_length(model), positive_count(rollout.engine_flags.get("context-length"))

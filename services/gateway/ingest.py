@@ -30,6 +30,7 @@ from shared.bus.bus_errors import StreamFull
 from shared.bus.streams import task_consumer
 from shared.bus.subjects import TRAIN
 from shared.bus.work_queue import MessageLease, WorkQueue
+from shared.config.engine_limits import longest_trained
 from shared.config.run_config import RunConfig
 from shared.data.tokenizer import Tokenizer
 from shared.formats.request import TurnRefused
@@ -126,7 +127,7 @@ def parse_group(body: bytes, limits: GroupLimits, decode: Callable[[NDArray[np.i
         for sample in samples:
             sample.check(SampleLimits(limits.vocabulary, limits.live))
             sample.meta()
-        samples = fitted(samples, limits.config.longest_sample, limits.config.rollout.overlong_samples)
+        samples = fitted(samples, longest_trained(limits.config), limits.config.rollout.overlong_samples)
     except BadMessage as error:
         raise _wrong("tokens", str(error)) from None
     return FinishedGroup(asked.id, oldest, environment, samples)
@@ -282,7 +283,7 @@ class GroupIntake:
             "rollouts": rollout.n_samples_per_prompt,
             "min_rollouts": rollout.fewest_rollouts,
             "vocabulary": limits.vocabulary,
-            "longest_sample": self._config.longest_sample,
+            "longest_sample": longest_trained(self._config),
             "environments": self._config.reward.environment_names(),
         }
 

@@ -4,7 +4,6 @@ The decisions are pure: whether it keeps keys and values of prefixes, and for ho
 CUDA graphs.
 """
 
-import json
 import os
 import zlib
 from dataclasses import replace
@@ -17,7 +16,7 @@ from services.rollout.router_registration import router_url
 from shared import hooks
 from shared.bus.registry import MODEL
 from shared.config import devices, sglang_flags
-from shared.config.engine_limits import PREFILL_GRAPHS, captures_prefill
+from shared.config.engine_limits import PREFILL_GRAPHS, captures_prefill, model_config_of
 from shared.config.rollout_section import APART, TRANSFER, transfer_backend
 from shared.config.run_config import RunConfig
 from shared.config.sglang_flags import plain_name
@@ -43,11 +42,10 @@ def keeps_prefixes(config: RunConfig, device: str, *, answers_are_read: bool) ->
 
 def engine_speculation(config: RunConfig) -> dict[str, Any]:
     """Returns the engine's flags for `rollout.speculation`. Raises ConfigError: the checkpoint's ``config.json`` cannot be read."""
-    path, rollout = Path(config.model.hf_checkpoint, "config.json"), config.rollout
-    try:
-        flags = speculation_flags(rollout.speculation, rollout.sglang, json.loads(path.read_bytes()) if rollout.speculation else {})
-    except (OSError, ValueError) as error:
-        raise ConfigError("model.hf_checkpoint", str(path), f"the JSON of a model: {error}") from error
+    rollout, entries = config.rollout, model_config_of(config.model.hf_checkpoint) if config.rollout.speculation else {}
+    if entries is None:
+        raise ConfigError("model.hf_checkpoint", str(config.model.hf_checkpoint), "a directory with a checkpoint's config.json")
+    flags = speculation_flags(rollout.speculation, rollout.sglang, entries)
     chosen = flags | rollout.engine_flags
     if str(chosen.get(ALGORITHM)).upper() in OF_THE_MODEL and not chosen.get(DRAFT):
         flags[DRAFT] = str(config.model.hf_checkpoint)  # SGLang knows that of some models alone

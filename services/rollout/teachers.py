@@ -86,8 +86,8 @@ class Teachers:
         await self._session.close()
 
     async def taught(self, samples: Sequence[Sample]) -> list[Sample]:
-        """Returns the samples of a group with their teachers' log-probs, within `algorithm.opd_teacher_timeout` seconds. Raises
-        DeadlineExceeded, which names the teacher and what it did last; TeacherFailed; BadMessage for metadata that name no teacher."""
+        """Returns the samples of a group with their teachers' log-probs. Raises DeadlineExceeded, which names the
+        teacher and what it did last; TeacherFailed; BadMessage for metadata that name no teacher."""
         return await gathered(self._taught(sample) for sample in samples)
 
     async def _taught(self, sample: Sample) -> Sample:

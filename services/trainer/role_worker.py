@@ -35,6 +35,7 @@ from services.trainer.parallel.loss_function import LossFunction, MicroBatchesFa
 from services.trainer.partition import Partition, RefusedSample, Untrainable, partition_batch
 from services.trainer.step_scheduler import CriticStepScheduler, StepScheduler
 from services.trainer.trainer_hooks import CONVERT, MegatronHooks, RolloutLog, converted
+from shared.config.engine_limits import longest_trained
 from shared.config.run_config import RunConfig
 from shared.runtime.errors import MyxoError
 from shared.runtime.tasks import describe
@@ -188,7 +189,7 @@ class RoleWorker:
         self._skipped = 0
         architecture = self._actor.counted_architecture
         self._operations = cache(lambda tokens: flops.training(architecture, [tokens], value_head=role == "critic"))
-        self._max_tokens, self._longest = config.trainer.micro_batch_tokens, config.longest_sample
+        self._max_tokens, self._longest = config.trainer.micro_batch_tokens, longest_trained(config)
 
     def close(self) -> None:
         """Closes groups, files and connections."""

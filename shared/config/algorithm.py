@@ -278,7 +278,7 @@ class AlgorithmSection(Section):
         default=0, ge=0, description="entries of teachers' distributions that the policy learns for each token; the vocabulary's size: all"
     )
     opd_top_k_coef: float = Field(default=1.0, gt=0, description="weight of the KL to these in the loss")
-    opd_teacher_timeout: float = Field(default=120, gt=0, description="seconds for the teachers' log-probs of one sample", **MUTABLE)
+    opd_teacher_timeout: float = Field(default=120, gt=0, description="seconds for a sample's log-probs, from its place on", **MUTABLE)
     opd_teacher_concurrency: int = Field(default=64, gt=0, description="samples in a teacher's hands, for each rollout service", **MUTABLE)
 
     calculate_per_token_loss: bool = Field(

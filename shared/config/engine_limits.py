@@ -2,9 +2,12 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
+from shared.config.run_config import RunConfig
 from shared.runtime.errors import ConfigError
+from shared.runtime.safe_files import parse_json
 
 CPU_KV_BYTES = 512 * 2**20
 """The bytes that the KV cache may take on a CPU. SGLang's own default is a share of all memory, filled with zeros at the start:
@@ -82,6 +85,21 @@ def context_length(model_config: Mapping[str, Any]) -> int | None:
     return None
 
 
+def model_config_of(directory: Path) -> dict[str, Any] | None:
+    """Returns a checkpoint's ``config.json``; None where it holds no JSON object."""
+    try:
+        values = parse_json((directory / "config.json").read_bytes())
+    except (OSError, ValueError):
+        return None
+    return values if isinstance(values, dict) else None
+
+
+def longest_trained(config: RunConfig) -> int:
+    """Returns the most tokens of a sample that is trained: ``index_topk`` at most by the torch backend, which has no sparse attention."""
+    keys = (model_config_of(config.model.hf_checkpoint) or {}).get("index_topk") if config.trainer.trainer_backend == "torch" else None
+    return min(config.longest_sample, keys) if isinstance(keys, int) else config.longest_sample
+
+
 def unequal_context_problem(model_config: Mapping[str, Any], flags: Mapping[str, Any], device: str, trained: int = 0) -> ConfigError | None:
     """Returns why an engine computes otherwise than the trainer in a long context, or None where it does not.
 
@@ -96,7 +114,7 @@ def unequal_context_problem(model_config: Mapping[str, Any], flags: Mapping[str,
     if device == "cpu":
         bounds.append((keys, " on a CPU, index_topk; sparse attention needs a GPU"))
     elif isinstance(keys, int) and trained > keys:
-        bounds.append((keys, " with trainer_backend = torch, index_topk: it has no sparse attention; or as many max_tokens_per_gpu"))
+        bounds.append((keys, " with trainer_backend = torch, index_topk: it has no sparse attention; or as many rollout_max_context_len"))
     if "longrope" in (rope.get("rope_type"), rope.get("type")):
         short = entries.get("original_max_position_embeddings") or rope.get("original_max_position_embeddings")
         bounds.append((short, ", original_max_position_embeddings: beyond it engines choose longrope's angles by batch"))

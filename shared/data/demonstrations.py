@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from shared.config.engine_limits import longest_trained
 from shared.config.run_config import RunConfig
 from shared.data.chat_template import BrokenTemplate
 from shared.data.prompts import Chat, chat_problem, chat_tools, present
@@ -99,7 +100,7 @@ class DemonstrationFile:
             raise ConfigError("model.hf_checkpoint", str(config.model.hf_checkpoint), "names no eos token for demonstrations to end with")
         self._rows = open_rows(config.sft.sft_data, "sft.sft_data")
         self._sft, self._data, self._tokenizer = config.sft, config.data, tokenizer
-        self._most = config.longest_sample
+        self._most = longest_trained(config)
 
     def __len__(self) -> int:
         return len(self._rows)
@@ -116,7 +117,7 @@ class DemonstrationFile:
                 continue  # a token has a byte at least
             if (tokens := self._sample(entry, "", 0, line, chat).length) > self._most:
                 key = self._sft.sft_response_key if chat is None else self._sft.sft_messages_key
-                budget = f"a micro-batch holds {self._most} (max_tokens_per_gpu, of each context-parallel rank)"
+                budget = f"a micro-batch holds {self._most} (max_tokens_per_gpu, of each context-parallel rank; index_topk)"
                 raise entry.refusal(key, f"the demonstration has {tokens} tokens, {budget}")
         return len(found)
 

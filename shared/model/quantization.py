@@ -13,9 +13,9 @@ from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
+from shared.config.engine_limits import model_config_of
 from shared.model.hf_checkpoint import VISION, read_headers
 from shared.runtime.errors import ConfigError
-from shared.runtime.safe_files import parse_json
 from shared.transfer.manifest import ITEM_BYTES, TensorSpec
 
 ENTRY = "quantization_config"
@@ -225,11 +225,9 @@ def quantization_of(directory: Path) -> Quantization | None:
 
 
 def _entry(directory: Path) -> Any:
-    path = directory / "config.json"
-    try:
-        return parse_json(path.read_bytes()).get(ENTRY)
-    except (OSError, ValueError, AttributeError) as error:
-        raise ConfigError("model.hf_checkpoint", str(path), f"a readable JSON object ({error})") from error
+    if (entries := model_config_of(directory)) is None:
+        raise ConfigError("model.hf_checkpoint", str(directory / "config.json"), "a readable JSON object")
+    return entries.get(ENTRY)
 
 
 def quantization_in_engines(directory: Path, precision: str) -> Quantization | None:
@@ -269,7 +267,7 @@ def is_quantized(source: Path, name: str, shape: Sequence[int]) -> bool:
 def entry_format(directory: Path) -> QuantizedFormat | None:
     """Returns the format of a checkpoint by its ``config.json`` alone; None where there is none that is known."""
     try:
-        return format_of(directory, parse_json((directory / "config.json").read_bytes())[ENTRY])
+        return format_of(directory, (model_config_of(directory) or {})[ENTRY])
     except (OSError, ValueError, LookupError, TypeError, ConfigError):
         return None
 

@@ -570,8 +570,8 @@ NO_LIMIT = 1 << 31  # The most tokens of a sample where the policy is ``alone``:
 def too_long(tokens: int, longest: int) -> str:
     """Returns what is wrong with a sample of so many tokens, as the end of a sentence about it."""
     return (
-        f"has {tokens} tokens, a micro-batch holds at most {longest}: raise max_tokens_per_gpu or context_parallel_size, "
-        "or lower rollout_max_response_len"
+        f"has {tokens} tokens, a micro-batch holds at most {longest}: raise max_tokens_per_gpu or context_parallel_size "
+        "(trainer_backend = torch: index_topk bounds it, too), or lower rollout_max_response_len"
     )
 
 

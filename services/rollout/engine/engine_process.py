@@ -23,13 +23,12 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import shared
 from services.rollout.engine.engine_client import RECEIVER_LOADER, EngineClient
 from services.rollout.engine.private_endpoints import ADDRESS_VARIABLE, DIRECTORY_VARIABLE, SECRET_VARIABLE, SOCKET
 from services.rollout.engine.transport import EngineTransport
-from shared.config.engine_limits import cpu_token_capacity, unequal_context_problem
+from shared.config.engine_limits import cpu_token_capacity, model_config_of, unequal_context_problem
 from shared.config.sglang_flags import plain_name
 from shared.process import child_process as process_watch
 from shared.process.child_process import ChildProcess, ProcessWatch, cause
@@ -127,7 +126,8 @@ def engine_command(
     checkpoint at ``model_path``, or no engine site."""
     chosen: dict[str, FlagValue] = COMMON_FLAGS | {"random-seed": random_seed}
     if device == "cpu":
-        config = _model_config(Path(model_path))
+        if not (config := model_config_of(Path(model_path)) or {}):
+            raise ConfigError("model.hf_checkpoint", str(model_path), "on a CPU, a directory with a checkpoint's config.json")
         chosen |= CPU_FLAGS | {"max-total-tokens": cpu_token_capacity(config)}
     chosen |= {plain_name(name): value for name, value in (flags or {}).items()}
     if device == "cpu" and (problem := unequal_context_problem(config, chosen, device)) is not None:
@@ -205,13 +205,6 @@ def _engine_path(device: str) -> str:
     installed = own in (sysconfig.get_path("purelib"), sysconfig.get_path("platlib"))  # then the receiver is found anyway
     entries = [str(engine_site()) if device == "cpu" else "", os.environ.get("PYTHONPATH", ""), "" if installed else own]
     return os.pathsep.join(filter(None, entries))
-
-
-def _model_config(model_path: Path) -> dict[str, Any]:
-    config_file = model_path / "config.json"
-    if not config_file.is_file():
-        raise ConfigError("model.hf_checkpoint", str(model_path), "on a CPU, a directory with a checkpoint's config.json")
-    return dict(json.loads(config_file.read_text()))
 
 
 # The interval at which an engine is searched for processes to watch: those on further nodes start theirs one after the other.

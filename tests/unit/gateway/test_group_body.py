@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from myxo.preflight.inspection import Inspection, Note
 from myxo.preflight.machine_checks import check_ingest
 from services.gateway.ingest import FinishedGroup, GroupLimits, parse_group
+from shared.config.engine_limits import longest_trained
 from shared.config.run_config import RunConfig
 from shared.config.service_sections import KEY_VARIABLE
 from shared.formats.request import TurnRefused
@@ -189,3 +190,14 @@ def test_the_producers_key_is_missed_before_the_start(tmp_path: Path, monkeypatc
     assert "started elsewhere" in note
     monkeypatch.setenv(KEY_VARIABLE, "x" * 16)
     assert found("alone") == []
+
+
+def test_what_torch_has_no_attention_for_is_too_long(tmp_path: Path) -> None:
+    write_jsonl(tmp_path / "prompts.jsonl")
+    for backend, longest in (("torch", 5), ("megatron", 64)):
+        trainer = {"trainer_backend": backend, "max_tokens_per_gpu": 64}
+        config = run_config(tmp_path, ingest={"ingest_groups": "beside"}, rollout={"overlong_samples": "truncate"}, trainer=trainer)
+        config.model.hf_checkpoint.mkdir(exist_ok=True)
+        (config.model.hf_checkpoint / "config.json").write_text('{"index_topk": 5}')
+        assert longest_trained(config) == longest
+        assert [sample.length for sample in read(SMALL | {"versions": [[9] * 6] * 2}, config).samples] == [min(6, longest)] * 2

@@ -167,14 +167,18 @@ def test_experts_that_there_are_not_are_not_replayed(tmp_path: Path, model: Path
         assert not said(check_training(Inspection(run_config(tmp_path, trainer={"trainer_backend": backend}))))
 
 
-@pytest.mark.parametrize(("topk", "tokens", "refused"), [(64, 4096, True), (64, 64, False), (None, 4096, False)])
+@pytest.mark.parametrize(
+    ("topk", "tokens", "most", "refused"),
+    [(64, 4096, None, True), (64, 64, None, False), (None, 4096, None, False), (64, 4096, 65, True), (64, 4096, 64, False)],
+)
 def test_a_context_that_torch_would_train_densely_is_refused(
-    tmp_path: Path, model: Path, topk: int | None, tokens: int, refused: bool
+    tmp_path: Path, model: Path, topk: int | None, tokens: int, most: int | None, refused: bool
 ) -> None:
     entries = json.loads((model / "config.json").read_text())
     (model / "config.json").write_text(json.dumps({**entries, "index_topk": topk}))
     trainer = {"trainer_backend": "torch", "max_tokens_per_gpu": tokens}
-    found = said(check_engine_context(Inspection(run_config(tmp_path, trainer=trainer, rollout={"rollout_device": "cuda"}))))
+    rollout = {"rollout_device": "cuda", "rollout_max_context_len": most, "rollout_max_response_len": 32}
+    found = said(check_engine_context(Inspection(run_config(tmp_path, trainer=trainer, rollout=rollout))))
     assert ("context-length = None: at most 64 with trainer_backend = torch" in found) == refused
 
 

@@ -358,6 +358,10 @@ def test_each_line_has_to_fit_into_a_micro_batch(tmp_path: Path) -> None:
     assert max(lengths) <= 70 < sum(lengths)
     with pytest.raises(ConfigError, match="the demonstration has .* tokens, a micro-batch holds 70"):
         demonstrations.check(1)
+    (model / "config.json").write_text(json.dumps({"index_topk": 60, "eos_token_id": 0}))
+    wide = config.with_fields(trainer={"trainer_backend": "torch", "max_tokens_per_gpu": 4096})
+    with pytest.raises(ConfigError, match="a micro-batch holds 60 .*index_topk"):
+        DemonstrationFile(wide.with_fields(model={"hf_checkpoint": model}), Tokenizer(model)).check(1)
 
 
 def test_rows_of_a_joined_table_are_read_as_what_they_are(tmp_path: Path, tiny_model: Path) -> None:

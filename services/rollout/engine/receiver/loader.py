@@ -232,24 +232,20 @@ def leave_draft(scheduler: Any, own: bool) -> None:
 
 
 _session: CommandSession | None = None
-_draft: Any = None
 
 
 def load(model: Any, tensors: Iterable[object]) -> None:
     """Runs the next queued command with this model; the first call opens the socket instead. ``tensors``: ignored. Never raises, since that
-    would end SGLang's scheduler; errors are in the answer to the command. SGLang calls it for a draft, too, before the model itself: it is
-    loaded with the model where it is of its checkpoint, and stays as it is otherwise."""
-    global _session, _draft
+    would end SGLang's scheduler; errors are in the answer to the command. A draft that is of its checkpoint is loaded with it."""
+    global _session
     try:
         if _session is None:
             scheduler, gate = calling_scheduler(), SchedulerGate()
-            _draft, own = draft_of(scheduler)
+            draft, own = draft_of(scheduler)
             leave_draft(scheduler, own)
-            if model is _draft:
-                return
             tasks.arm()  # an engine without a receiver would serve old weights for ever
             device = next(model.parameters()).device
-            loaded = WithDraft(model, _draft) if own else model
+            loaded = WithDraft(model, draft) if own else model
             streams, refresh = computing_streams(scheduler), quantized_layers.refresh
             receiver = Receiver(loaded, _rank(), device, _model_path(), streams, gate.closed, forget_pictures, refresh)
             for as_trained in (norm_as_trained, hear_as_trained, watch_as_trained):
@@ -263,7 +259,7 @@ def load(model: Any, tensors: Iterable[object]) -> None:
             _session = CommandSession(Path(os.environ[DIRECTORY_VARIABLE]), receiver, gate)
             _session.open()
             sys.setswitchinterval(SWITCH_SECONDS)
-        elif model is not _draft:
+        else:
             _session.work()
     except Exception:
         log.exception("the receiver of weights failed")
