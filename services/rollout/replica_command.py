@@ -16,7 +16,7 @@ from services.rollout.router_registration import router_url
 from shared import hooks
 from shared.bus.registry import MODEL
 from shared.config import devices, sglang_flags
-from shared.config.engine_limits import PREFILL_GRAPHS, captures_prefill, model_config_of
+from shared.config.engine_limits import PREFILL_GRAPHS, captures_prefill, needed_model_config
 from shared.config.rollout_section import APART, TRANSFER, transfer_backend
 from shared.config.run_config import RunConfig
 from shared.config.sglang_flags import plain_name
@@ -42,9 +42,7 @@ def keeps_prefixes(config: RunConfig, device: str, *, answers_are_read: bool) ->
 
 def engine_speculation(config: RunConfig) -> dict[str, Any]:
     """Returns the engine's flags for `rollout.speculation`. Raises ConfigError: the checkpoint's ``config.json`` cannot be read."""
-    rollout, entries = config.rollout, model_config_of(config.model.hf_checkpoint) if config.rollout.speculation else {}
-    if entries is None:
-        raise ConfigError("model.hf_checkpoint", str(config.model.hf_checkpoint), "a directory with a checkpoint's config.json")
+    rollout, entries = config.rollout, needed_model_config(config.model.hf_checkpoint) if config.rollout.speculation else {}
     flags = speculation_flags(rollout.speculation, rollout.sglang, entries)
     chosen = flags | rollout.engine_flags
     if str(chosen.get(ALGORITHM)).upper() in OF_THE_MODEL and not chosen.get(DRAFT):

@@ -94,6 +94,13 @@ def model_config_of(directory: Path) -> dict[str, Any] | None:
     return values if isinstance(values, dict) else None
 
 
+def needed_model_config(directory: Path) -> dict[str, Any]:
+    """Returns a checkpoint's ``config.json``. Raises ConfigError where it holds no JSON object."""
+    if (entries := model_config_of(directory)) is None:
+        raise ConfigError("model.hf_checkpoint", str(directory), "a directory whose config.json is a readable JSON object")
+    return entries
+
+
 def longest_trained(config: RunConfig) -> int:
     """Returns the most tokens of a sample that is trained: ``index_topk`` at most by the torch backend, which has no sparse attention."""
     keys = (model_config_of(config.model.hf_checkpoint) or {}).get("index_topk") if config.trainer.trainer_backend == "torch" else None

@@ -13,7 +13,7 @@ from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
-from shared.config.engine_limits import model_config_of
+from shared.config.engine_limits import model_config_of, needed_model_config
 from shared.model.hf_checkpoint import VISION, read_headers
 from shared.runtime.errors import ConfigError
 from shared.transfer.manifest import ITEM_BYTES, TensorSpec
@@ -203,7 +203,7 @@ def engine_bytes(directory: Path, precision: str = "checkpoint") -> float | None
 def _without_weights(directory: Path, precision: str) -> float | None:
     """Returns what `engine_bytes` is where there is a ``config.json`` alone: that of a large matrix."""
     with contextlib.suppress(ConfigError):
-        form = FORMATS.get(precision) if (entry := _entry(directory)) is None else _blocks(entry) or _groups(entry)
+        form = FORMATS.get(precision) if (entry := needed_model_config(directory).get(ENTRY)) is None else _blocks(entry) or _groups(entry)
         if form is not None:
             sizes = [math.prod(shape) * ITEM_BYTES[dtype] for dtype, shape in form.parts((4096, 4096))]
             return form.copies * sum(sizes) / 4096**2
@@ -220,14 +220,8 @@ def quantization_of(directory: Path) -> Quantization | None:
 
     Raises ConfigError: in another format, or parts are missing, left over or of another shape than their matrices have.
     """
-    entry = _entry(directory)
+    entry = needed_model_config(directory).get(ENTRY)
     return None if entry is None else _quantization(directory, format_of(directory / "config.json", entry), json.dumps(entry))
-
-
-def _entry(directory: Path) -> Any:
-    if (entries := model_config_of(directory)) is None:
-        raise ConfigError("model.hf_checkpoint", str(directory / "config.json"), "a readable JSON object")
-    return entries.get(ENTRY)
 
 
 def quantization_in_engines(directory: Path, precision: str) -> Quantization | None:
@@ -238,7 +232,7 @@ def quantization_in_engines(directory: Path, precision: str) -> Quantization | N
     """
     if precision not in FORMATS:
         return quantization_of(directory)
-    if (entry := _entry(directory)) is not None:
+    if (entry := needed_model_config(directory).get(ENTRY)) is not None:
         raise ConfigError(PRECISION, precision, f"checkpoint: {directory} is quantized already ({dict(entry).get('quant_method')})")
     form, names, kept = FORMATS[precision], set[str](), set[str]()
     held, problems = read_headers(directory)

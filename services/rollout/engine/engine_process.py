@@ -28,7 +28,7 @@ import shared
 from services.rollout.engine.engine_client import RECEIVER_LOADER, EngineClient
 from services.rollout.engine.private_endpoints import ADDRESS_VARIABLE, DIRECTORY_VARIABLE, SECRET_VARIABLE, SOCKET
 from services.rollout.engine.transport import EngineTransport
-from shared.config.engine_limits import cpu_token_capacity, model_config_of, unequal_context_problem
+from shared.config.engine_limits import cpu_token_capacity, needed_model_config, unequal_context_problem
 from shared.config.sglang_flags import plain_name
 from shared.process import child_process as process_watch
 from shared.process.child_process import ChildProcess, ProcessWatch, cause
@@ -126,8 +126,7 @@ def engine_command(
     checkpoint at ``model_path``, or no engine site."""
     chosen: dict[str, FlagValue] = COMMON_FLAGS | {"random-seed": random_seed}
     if device == "cpu":
-        if not (config := model_config_of(Path(model_path)) or {}):
-            raise ConfigError("model.hf_checkpoint", str(model_path), "on a CPU, a directory with a checkpoint's config.json")
+        config = needed_model_config(Path(model_path))
         chosen |= CPU_FLAGS | {"max-total-tokens": cpu_token_capacity(config)}
     chosen |= {plain_name(name): value for name, value in (flags or {}).items()}
     if device == "cpu" and (problem := unequal_context_problem(config, chosen, device)) is not None:
