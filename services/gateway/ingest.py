@@ -329,9 +329,10 @@ class GroupIntake:
         if known is not None:
             if known.digest != digest:
                 raise TurnRefused(409, f"another group came as {group.id}, and became {known.group}", field="id", code="id_taken")
-            if await self._owner(group.id, known) == group.id:
-                if not await self._is_in(known):  # no one knows whether it was published
-                    await self._publish(known, await asyncio.to_thread(self._report, group, known))
+            if await self._owner(group.id, known) == group.id and (
+                await self._is_in(known)  # else no one knows whether it was published
+                or await self._published(group.id, known, await asyncio.to_thread(self._report, group, known))
+            ):
                 return {"id": group.id, "group": known.group, "repeated": True}
         while True:
             lease = await self._task()
@@ -346,11 +347,11 @@ class GroupIntake:
                 except TurnRefused:
                     await lease.hand_back()
                     raise
-                if await self._owner(group.id, binding) != group.id:  # its gateway could not end it: it was delivered once more
+                # else its gateway could not end it: it was delivered once more
+                if await self._owner(group.id, binding) != group.id or not await self._published(group.id, binding, report):
                     await (lease.ack() if await self._is_in(binding) else lease.hand_back(delay=OWNED_SECONDS))
                     number += 1
                     continue
-                await self._publish(binding, report)
             await lease.ack()
             return {"id": group.id, "group": binding.group, "repeated": False}
 
@@ -433,12 +434,15 @@ class GroupIntake:
         except BadMessage as error:
             raise TurnRefused(413, str(error), field="tokens", code="too_large") from None
 
-    async def _publish(self, binding: Binding, report: tuple[dict[str, bytes], bytes]) -> None:
+    async def _published(self, name: str, binding: Binding, report: tuple[dict[str, bytes], bytes]) -> bool:
+        """Returns whether it is in: for longer than a claim holds it may wait for room, and its task may be given up meanwhile."""
         blobs, message = report
         await self._service.store.write(blobs)
+        if await self._owner(name, binding) != name:
+            return False
         noted = ("SET", f"{self._owner_key(binding)}:in", message, "NX", "EX", BINDING_SECONDS)
         await self._service.store.commands("how a group is reported", [noted])
-        await self._is_in(binding)
+        return await self._is_in(binding)
 
     async def _bound(self, name: str) -> tuple[int, Binding | None]:
         """Returns how many bindings a producers' id has had, and the newest: each is made once, by the first gateway."""

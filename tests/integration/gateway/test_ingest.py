@@ -26,6 +26,7 @@ from shared.schema.ledger import GroupsScored
 from shared.schema.messages import Batch
 from shared.service import service_base
 from shared.service.service_base import Service
+from shared.store.payload_store import Store
 from tests.integration.buffer.conftest import SHORT, Served, new_run, served
 from tests.integration.buffer.player import Player
 from tests.support.gateways import ready_gateway, started_gateway
@@ -232,10 +233,10 @@ def fail_once(monkeypatch: pytest.MonkeyPatch, of: type, method: str, *, after: 
     real, away = getattr(of, method), [DeadlineExceeded("an answer", "the bus", 0.0, "it is tried again")]
 
     async def called(*given: Any, **more: Any) -> Any:
-        if not away or after:
-            await real(*given, **more)
+        found = await real(*given, **more) if not away or after else None
         if away:
             raise away.pop()
+        return found
 
     monkeypatch.setattr(of, method, called)
 
@@ -243,7 +244,7 @@ def fail_once(monkeypatch: pytest.MonkeyPatch, of: type, method: str, *, after: 
 @pytest.mark.extra(each=True)
 async def test_a_task_whose_group_was_published_late_is_given_to_no_other(door: NewDoor, monkeypatch: pytest.MonkeyPatch) -> None:
     """It comes again once its lease has run out; a second group would count as the same attempt's and be lost."""
-    fail_once(monkeypatch, GroupIntake, "_publish")
+    fail_once(monkeypatch, GroupIntake, "_published")
     player, client = await door(rollout={"num_rollout": 1, "max_staleness": 0}, ingest={"ingest_wait": 10.0}, bus=SHORT)
     assert (await post(client, group("first"))).status_code == 503
     assert (await post(client, group("first"))).json()["repeated"]
@@ -270,10 +271,26 @@ async def test_a_group_whose_gateway_died_as_it_reported_it_is_in_once(door: New
     assert generated.state.last_seq == 2, "the repeated report was dropped"
 
 
+async def test_a_group_whose_task_is_given_up_as_it_waits_for_room_has_another_one(door: NewDoor, monkeypatch: pytest.MonkeyPatch) -> None:
+    fail_once(monkeypatch, GroupIntake, "_published")
+    player, client = await door(rollout={"num_rollout": 1, "max_staleness": 0}, ingest={"ingest_wait": 10.0}, bus=SHORT)
+    assert (await post(client, group("late"))).status_code == 503
+    [bound] = await player.store.commands("its binding", [("GET", player.names.ingest_key("late"))])
+    first, write = json.loads(bound)["group"], Store.write
+
+    async def written(store: Store, blobs: dict[str, bytes]) -> None:
+        await write(store, blobs)
+        await store.commands("the end of a task", [("SET", f"{player.names.ingest_key(first)}:attempt-0", "")])
+
+    monkeypatch.setattr(Store, "write", written)
+    answer = (await post(client, group("late"))).json()
+    assert answer["group"] != first and not answer["repeated"]
+
+
 @pytest.mark.extra(each=True)
 async def test_a_task_whose_producer_does_not_come_again_is_given_up(door: NewDoor, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its group is bound and never published; the run goes on with another in its place, and the late producer has that of a later task."""
-    fail_once(monkeypatch, GroupIntake, "_publish")
+    fail_once(monkeypatch, GroupIntake, "_published")
     monkeypatch.setattr("services.gateway.ingest.OWNED_SECONDS", 0.1)
     monkeypatch.setattr("services.gateway.ingest.CLAIM_SECONDS", 4)
     player, client = await door(
@@ -323,7 +340,7 @@ async def test_a_task_whose_producer_comes_while_it_is_given_up_stays_its_own(do
             late.append(await post(client, group("gone")))
         return found
 
-    fail_once(monkeypatch, GroupIntake, "_publish")
+    fail_once(monkeypatch, GroupIntake, "_published")
     for name, instead in {"_is_in": looked, "_give_up": given_up}.items():
         monkeypatch.setattr(GroupIntake, name, instead)
     monkeypatch.setattr("services.gateway.ingest.OWNED_SECONDS", 0.1)
