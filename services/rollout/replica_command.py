@@ -85,9 +85,9 @@ def graph_flags(config: RunConfig, device: str) -> dict[str, Any]:
 
 RUNNER, RECORD = "moe-runner-backend", "enable-return-routed-experts"
 
-# Kernels for which SGLang rearranges experts as it loads them, not as they are pushed (with the second it can load others from disk), and
+# Kernels for which SGLang rearranges experts as it loads them, not as they are pushed (with the last it can load others from disk), and
 # the compute capability from which on it takes them by itself.
-LAID_OUT_ANEW, CHOSEN_FROM = ("flashinfer_trtllm", "flashinfer_trtllm_routed"), 10.0
+LAID_OUT_ANEW, CHOSEN_FROM = ("flashinfer_trtllm", "experimental_sgl_trtllm", "flashinfer_trtllm_routed"), 10.0
 
 
 def expert_flags(config: RunConfig, device: str) -> dict[str, Any]:
@@ -103,7 +103,7 @@ def expert_flags(config: RunConfig, device: str) -> dict[str, Any]:
         right, why = "", "pushes: this wants experts in another layout than they are pushed in"
     else:
         return {RECORD: kept}
-    if given not in (None, right):
+    if given not in (None, "auto", right):
         raise ConfigError(f"rollout.sglang.{RUNNER}", given, f"triton with {why}")
     return {RECORD: kept, RUNNER: "triton"}
 
@@ -112,7 +112,7 @@ def _laid_out_anew(config: RunConfig, given: str | None) -> bool:
     if architecture_of(config).experts is None:
         return False
     if given not in (None, "auto"):
-        return given in (LAID_OUT_ANEW if config.weights.update_weight_transport == "nccl" else LAID_OUT_ANEW[:1])
+        return given in (LAID_OUT_ANEW if config.weights.update_weight_transport == "nccl" else LAID_OUT_ANEW[:2])
     alone = config.rollout.engine_flags.get("moe-a2a-backend") in (None, "none")
     return alone and any(one >= CHOSEN_FROM for one in devices.gpu_capabilities())
 

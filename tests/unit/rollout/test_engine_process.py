@@ -88,7 +88,8 @@ def test_a_record_of_experts_needs_kernels_that_leave_one(tmp_path: Path) -> Non
         (10.0, "flashinfer_trtllm_routed", "disk", None),
         (9.0, "flashinfer_trtllm_routed", "nccl", ConfigError),
         (9.0, "flashinfer_trtllm", "disk", ConfigError),
-        (10.0, "auto", "nccl", ConfigError),
+        (9.0, "experimental_sgl_trtllm", "disk", ConfigError),
+        (10.0, "auto", "nccl", "triton"),
     ],
 )
 def test_experts_lie_as_they_are_pushed(
