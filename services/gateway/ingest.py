@@ -381,7 +381,8 @@ class GroupIntake:
         """Returns who may say what becomes of a task now: its producer, which is about to publish, or nobody, which gives it up. ``name``,
         unless the other one came first, within `CLAIM_SECONDS`."""
         wanted = [("SET", f"{key}:claim", name, "NX", "EX", CLAIM_SECONDS), ("GET", f"{key}:claim")]
-        return str(((await self._service.store.commands("who ends a task", wanted))[1] or name.encode()).decode())
+        _, claim = await self._service.store.commands("who ends a task", wanted)
+        return name if claim is None else str(claim.decode())
 
     async def _is_in(self, task: Task | Binding) -> bool:
         """Returns whether the group of a task is in the run. It comes in here where a gateway may have died before it reported the group,

@@ -271,7 +271,10 @@ async def test_a_group_whose_gateway_died_as_it_reported_it_is_in_once(door: New
     assert generated.state.last_seq == 2, "the repeated report was dropped"
 
 
-async def test_a_group_whose_task_is_given_up_as_it_waits_for_room_has_another_one(door: NewDoor, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("said", ["", ":claim"])
+async def test_a_group_whose_task_is_given_up_as_it_waits_for_room_has_another_one(
+    door: NewDoor, monkeypatch: pytest.MonkeyPatch, said: str
+) -> None:
     fail_once(monkeypatch, GroupIntake, "_published")
     player, client = await door(rollout={"num_rollout": 1, "max_staleness": 0}, ingest={"ingest_wait": 10.0}, bus=SHORT)
     assert (await post(client, group("late"))).status_code == 503
@@ -280,7 +283,7 @@ async def test_a_group_whose_task_is_given_up_as_it_waits_for_room_has_another_o
 
     async def written(store: Store, blobs: dict[str, bytes]) -> None:
         await write(store, blobs)
-        await store.commands("the end of a task", [("SET", f"{player.names.ingest_key(first)}:attempt-0", "")])
+        await store.commands("the end of a task", [("SET", f"{player.names.ingest_key(first)}:attempt-0{said}", "")])
 
     monkeypatch.setattr(Store, "write", written)
     answer = (await post(client, group("late"))).json()
