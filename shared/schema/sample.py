@@ -571,7 +571,7 @@ def too_long(tokens: int, longest: int) -> str:
     """Returns what is wrong with a sample of so many tokens, as the end of a sentence about it."""
     return (
         f"has {tokens} tokens, a micro-batch holds at most {longest}: raise max_tokens_per_gpu or context_parallel_size "
-        "(trainer_backend = torch: index_topk bounds it, too), or lower rollout_max_response_len"
+        "(with torch the model's own bound of sparse attention stays), or lower rollout_max_response_len"
     )
 
 
