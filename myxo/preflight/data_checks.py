@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from myxo.preflight.inspection import Findings, Inspection, Note
+from shared.config.engine_limits import longest_trained
 from shared.config.eval_views import eval_views
 from shared.config.run_config import RunConfig
 from shared.data import data_files, reasoning_gym_source
@@ -110,7 +111,7 @@ def check_demonstrations(inspection: Inspection) -> Findings:
 
     data = config.data
     settings = [config.sft.model_dump(mode="json"), data.tool_key, data.apply_chat_template_kwargs, data.add_special_tokens]
-    yield from map(Note, _once(inspection, config.sft.sft_data, [*settings, config.longest_sample], read)[0])
+    yield from map(Note, _once(inspection, config.sft.sft_data, [*settings, longest_trained(config)], read)[0])
 
 
 class _Contents(NamedTuple):

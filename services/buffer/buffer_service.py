@@ -34,6 +34,7 @@ from shared.bus.registry import STANDBY
 from shared.bus.streams import Consumer, generated_consumer, scored_consumer, task_consumer
 from shared.bus.subjects import EVAL, TRAIN
 from shared.bus.work_queue import WorkQueue
+from shared.config.engine_limits import longest_trained
 from shared.hooks.loading import eval_function, shows_samples
 from shared.runtime import failure_summary
 from shared.runtime.errors import BadMessage, DeadlineExceeded, MyxoError
@@ -194,7 +195,7 @@ class Buffer:
             eval_sets={name: len(held_out) for name, held_out in prompts.heldout.items()},
             passes=config.monitoring.passrate_threshold,
             has_critic=config.algorithm.has_critic,
-            longest_sample=config.longest_sample,
+            longest_sample=longest_trained(config),
             message_bytes=service.bus.message_limit,
             rollout_only=config.debug.debug_rollout_only,
             named_rewards=shows_samples(config),

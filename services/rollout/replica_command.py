@@ -186,7 +186,8 @@ def replica_command(service: Service, name: str, meeting: EngineRendezvous | Non
     if devices.engines_release(config):
         flags |= {"enable-memory-saver": True, "enable-weights-cpu-backup": devices.engines_back_up(config)}
     flags |= engine_speculation(config) | adapter_flags(config, device)
-    own_flags = sglang_flags.present_names(rollout.sglang)
+    given = sglang_flags.present_names(rollout.sglang)  # auto is SGLang's own default, and would hide the choice above
+    own_flags = {name: value for name, value in given.items() if (sglang_flags.plain_name(name), value) != (RUNNER, "auto")}
     if not speculates:
         flags, own_flags = without_speculation(flags), without_speculation(own_flags)
     if device == "cuda" and not captures_prefill({sglang_flags.plain_name(name): value for name, value in own_flags.items()}):

@@ -8,6 +8,8 @@ import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
 
 import psutil
 import pytest
@@ -15,11 +17,16 @@ import pytest
 from services.rollout.engine.early_processes import DETOKENIZER, SCHEDULER
 from services.rollout.engine.engine_process import CPU_LAUNCHER, GPU_LAUNCHER, EngineProcess, EngineRendezvous, engine_command, engine_site
 from services.rollout.engine.private_endpoints import SECRET_VARIABLE
+from services.rollout.replica_command import replica_command
+from shared.config import devices
 from shared.config.engine_limits import CPU_MIN_TOKENS
 from shared.data.media import WATCHING
 from shared.process.embedded_servers import free_port
 from shared.runtime.errors import ConfigError
+from shared.service.service_base import Service
 from tests.integration.engine.conftest import START_SECONDS, Checkpoints
+from tests.support.run_config import run_config
+from tests.unit.trainer.megatron.tiny import make_checkpoint
 
 ROOT = Path(__file__).parents[3]
 
@@ -49,6 +56,17 @@ def site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def flag(argv: list[str], name: str) -> str:
     return argv[argv.index(name) + 1]
+
+
+def test_auto_leaves_the_kernels_to_what_is_pushed(tmp_path: Path, site: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Given, it would hide the choice for GPUs on which SGLang's own rearranges experts."""
+    monkeypatch.setattr(devices, "gpu_capabilities", lambda: [10.0])
+    make_checkpoint("qwen3_moe", tmp_path / "experts")
+    for name in ("moe-runner-backend", "moe_runner_backend"):
+        rollout: dict[str, Any] = {"rollout_device": "cuda", "sglang": {name: "auto"}}
+        config = run_config(tmp_path, model={"hf_checkpoint": str(tmp_path / "experts")}, rollout=rollout)
+        argv = replica_command(cast("Service", SimpleNamespace(config=config, name="rollout")), "rollout-0").argv
+        assert argv.count("--moe-runner-backend") == 1 and flag(argv, "--moe-runner-backend") == "triton"
 
 
 def test_on_a_cpu(model: Path, site: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -65,7 +65,7 @@ def test_redis_has_no_user_without_a_password_and_no_password_in_the_clear() -> 
 @table(
     ("role", "keys", "commands"),
     [
-        ("buffer", "%RW~demo:group:*", ["+ping", "+exists", "+getrange", "+info", "+scan", "+setnx", "+unlink"]),
+        ("buffer", "%RW~demo:group:*", ["+ping", "+exists", "+getrange", "+info", "+setnx", "+unlink"]),
         (
             "rollout",
             "%RW~demo:group:*",
