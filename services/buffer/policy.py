@@ -301,14 +301,29 @@ def form_batch(
     if len(chosen) == size:
         mask_below = staleness.mask_below(limits.rollout.staleness_policy, bound)
         names = sorted(chosen, key=group_number)
-        found = {name: _batch_group(state.groups[name], mask_below, limits.named_rewards) for name in names}
-        sizes = {name: len(codec.pack(group.model_dump())) for name, group in found.items()}
-        if sum(sizes.values()) > limits.message_bytes - PARTS_BYTES:
-            largest = max(names, key=lambda name: sizes[name])
+        if largest := _largest_of_too_large([state.groups[name] for name in names], mask_below, limits):
             reason = f"a batch with it is over the bus's limit of {limits.message_bytes} bytes, and it is the largest of its groups"
             return [*records, ledger.GroupDead(group=largest, reason=reason, fault=TASK, at=now)]
         records.append(ledger.BatchFormed(step=step, version=version, groups=names, mask_below=mask_below, at=now))
     return records
+
+
+def _largest_of_too_large(groups: list[GroupState], mask_below: int, limits: BufferConfig) -> str | None:
+    """Returns the largest of a batch's groups where the batch is over the bus's limit."""
+    named, room = limits.named_rewards, limits.message_bytes - PARTS_BYTES
+    if sum([_most_bytes(group, named) for group in groups]) <= room:  # nearly always: nothing needs to be encoded for it
+        return None
+    sizes = {group.id: len(codec.pack(_batch_group(group, mask_below, named).model_dump())) for group in groups}
+    return max(sizes, key=lambda name: sizes[name]) if sum(sizes.values()) > room else None
+
+
+def _most_bytes(group: GroupState, named: bool) -> int:
+    """Returns a bound on what a group takes of its batch's message: 9 bytes a number, 4 a character, and the names of the fields."""
+    result = group.scored
+    assert result is not None
+    numbers = len(result.sizes) + len(result.tokens) + 3 * len(result.samples)
+    parts = sum([5 + sum([14 + 4 * len(name) for name in sample]) for sample in result.parts]) if named else 0
+    return 512 + 9 * numbers + sum([5 + 4 * len(key) for key in result.keys]) + parts
 
 
 def batch(state: BufferState, step: int, named: bool = False) -> Batch | None:

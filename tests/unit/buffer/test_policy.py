@@ -1,15 +1,17 @@
 """Single decisions of the buffer: what each event leads to, and what is refused in which words."""
 
 import dataclasses
+from array import array
 
 import pytest
 
 from services.buffer import policy
 from services.buffer.buffer_config import BufferConfig
 from services.buffer.policy import WrongStep
-from services.buffer.state import BufferState
+from services.buffer.state import BufferState, Result
 from services.buffer.task_publisher import _sampling
 from shared.config.rollout_section import RolloutSection
+from shared.schema import codec
 from shared.schema.ledger import (
     BatchFormed,
     EvalEnded,
@@ -372,3 +374,22 @@ def test_what_a_shortened_run_had_admitted_too_many_is_dropped_as_surplus() -> N
 def test_special_tokens_are_left_out_as_the_run_says(run: bool | None, own: bool | None, said: bool | None) -> None:
     rollout = RolloutSection(num_rollout=1, rollout_batch_size=1, rollout_skip_special_tokens=run)
     assert _sampling(rollout, [], skip_special_tokens=own).skip_special_tokens is said
+
+
+@table("samples", [1, 2, 300])
+def test_the_bound_of_what_a_group_takes_of_a_batch_holds(samples: int) -> None:
+    """Only where the bounds of a batch's groups are over the bus's limit are they encoded for their size."""
+    state, number = started(), range(samples)
+    widest = dataclasses.replace(Result.of(came_back(group_id(0), samples=samples)), rewards=array("d", [0.1] * samples))
+    wide = {
+        "keys": ("k" * 200, "é" * 90),
+        "sizes": ((1 << 31) - 1,) * 2,
+        "tokens": array("I", [(1 << 31) - 1] * samples),
+        "removed": tuple(number),
+    }
+    parts = tuple({"é" * 64: 0.1, **{f"reward-{name}": -0.1 for name in range(7)}} for _ in number)
+    group = state.groups[group_id(0)]
+    group.scored = dataclasses.replace(widest, digest="0" * 32, parts=parts, size=1 << 39, **wide)
+    for named in (False, True):
+        exact = len(codec.pack(policy._batch_group(group, 1 << 30, named).model_dump()))
+        assert exact <= policy._most_bytes(group, named) < 8 * exact + 2000
