@@ -261,7 +261,8 @@ def unwanted(state: BufferState, message: GroupOutcome) -> list[str]:
     if message.payload is None or awaiting(state, message) is not None:
         return []
     group = state.groups.get(message.group)
-    kept = {key for one in ((group.partial, group.scored) if group is not None else ()) if one is not None for key in one.keys}
+    held = (group.partial, group.scored) if group is not None else ()
+    kept = {key for one in held if one is not None for key in one.keys}
     return [key for key in message.payload.keys if key not in kept]
 
 

@@ -81,11 +81,12 @@ class GroupBody(RequestFields):
 
 @dataclass(frozen=True)
 class GroupLimits:
-    """Bounds of a run: token ids in [0, vocabulary), versions up to ``live``, and the rest by its config."""
+    """Bounds of a run: token ids in [0, vocabulary), versions up to ``live``, ``longest`` tokens a sample, and the rest by its config."""
 
     config: RunConfig
     vocabulary: int
     live: int
+    longest: int
 
 
 @dataclass(frozen=True)
@@ -127,7 +128,7 @@ def parse_group(body: bytes, limits: GroupLimits, decode: Callable[[NDArray[np.i
         for sample in samples:
             sample.check(SampleLimits(limits.vocabulary, limits.live))
             sample.meta()
-        samples = fitted(samples, longest_trained(limits.config), limits.config.rollout.overlong_samples)
+        samples = fitted(samples, limits.longest, limits.config.rollout.overlong_samples)
     except BadMessage as error:
         raise _wrong("tokens", str(error)) from None
     return FinishedGroup(asked.id, oldest, environment, samples)
@@ -271,7 +272,7 @@ class GroupIntake:
         self._in_hand: set[str] = set()  # the producers' ids
         self._special, self._doubted = tokenizer.special_tokens, set[str]()
         self._taking = 0
-        self._vocabulary = 0
+        self._vocabulary, self._longest = 0, longest_trained(service.config)
 
     async def described(self) -> dict[str, object]:
         """Returns what a producer has to know of the run."""
@@ -283,7 +284,7 @@ class GroupIntake:
             "rollouts": rollout.n_samples_per_prompt,
             "min_rollouts": rollout.fewest_rollouts,
             "vocabulary": limits.vocabulary,
-            "longest_sample": longest_trained(self._config),
+            "longest_sample": limits.longest,
             "environments": self._config.reward.environment_names(),
         }
 
@@ -466,7 +467,7 @@ class GroupIntake:
         live = await runs.live_version(service.bus, service.run)
         if live < 0:
             raise TurnRefused(503, "the run serves no weights yet", code="unavailable", retry_after_s=RETRY_S)
-        return GroupLimits(self._config, self._vocabulary, live)
+        return GroupLimits(self._config, self._vocabulary, live, self._longest)
 
 
 def _no_room(reason: str) -> TurnRefused:

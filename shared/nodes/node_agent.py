@@ -322,9 +322,8 @@ class NodeAgent:
             async with asyncio.timeout(self._timing.attempt):
                 attempt = await self._newest_attempt()
             if self._rank == 0:
-                announced = self._announced
-                if announced and (attempt is None or (attempt.number, attempt.over) != (announced.number, announced.over)):
-                    await self._announce(announced)
+                if (own := self._announced) and (attempt is None or (attempt.number, attempt.over) != (own.number, own.over)):
+                    await self._announce(own)
                 attempt = self._announced
             read = await asyncio.gather(*(self._read(rank) for rank in self._observers))
             nodes = self.seen = {node.rank: node for node in read}

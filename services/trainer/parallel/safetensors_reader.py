@@ -4,15 +4,14 @@ DeepSeek-V3, Kimi-K2 and others are published with 8-bit or 4-bit weights (`shar
 numbers of four bits share a power of two; engines would take pushed weights for such, so that only the conversion reads those.
 """
 
-import json
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from shared.config.engine_limits import needed_model_config
 from shared.model.architecture import Architecture
 from shared.model.hf_checkpoint import VISION, draft_prefixes, tensor_problems, weight_files
 from shared.model.quantization import ENTRY, Quantization, quantization_of
@@ -79,7 +78,7 @@ def reader_of(hf_dir: Path) -> SafetensorsReader:
     Raises:
         ConfigError: it is quantized in another format.
     """
-    entry: Any = json.loads((hf_dir / "config.json").read_text()).get(ENTRY)
+    entry = needed_model_config(hf_dir).get(ENTRY)
     if isinstance(entry, dict) and entry.get("quant_method") == "mxfp4":
         return Mxfp4Reader(hf_dir)
     found = quantization_of(hf_dir)

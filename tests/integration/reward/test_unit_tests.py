@@ -16,9 +16,9 @@ from shared.rewards.reference import Reference
 from shared.rewards.verifiers import WARM
 from shared.runtime.errors import INFRASTRUCTURE, ConfigError
 from shared.sandbox.program import SandboxSettings
-from shared.sandbox.sandbox import Sandbox, SandboxUnavailable
 from shared.sandbox.sandbox_command import bwrap_program
 from shared.schema.sample import Score
+from tests.support.sandboxes import ready_sandbox
 from tests.support.tables import rare
 
 NAME = "unit_tests"
@@ -27,12 +27,7 @@ SOON = 120.0
 
 @pytest.fixture(scope="module")
 def section() -> SandboxSection:
-    try:
-        with Sandbox(SandboxSettings()) as sandbox:
-            sandbox.wait_ready()
-    except SandboxUnavailable as error:
-        assert bwrap_program() is not None, error
-        pytest.skip(str(error))
+    ready_sandbox(SandboxSettings()).close()
     return SandboxSection(sandbox_cpu_time=0.5, sandbox_wall_time=60, sandbox_memory_bytes=128 << 20)
 
 

@@ -5,8 +5,8 @@ from collections.abc import Iterator
 import pytest
 
 from shared.sandbox.program import SandboxLimits, SandboxSettings
-from shared.sandbox.sandbox import Sandbox, SandboxUnavailable
-from shared.sandbox.sandbox_command import bwrap_program
+from shared.sandbox.sandbox import Sandbox
+from tests.support.sandboxes import ready_sandbox
 
 LIMITS = SandboxLimits(wall_s=30.0, cpu_s=0.4, memory_bytes=128 << 20, processes=24, output_bytes=64 << 10, disk_bytes=16 << 20)
 """Little of everything but of the clock's time, of which a busy machine takes more than the program."""
@@ -14,10 +14,5 @@ LIMITS = SandboxLimits(wall_s=30.0, cpu_s=0.4, memory_bytes=128 << 20, processes
 
 @pytest.fixture(scope="module")
 def box() -> Iterator[Sandbox]:
-    try:
-        sandbox = Sandbox(SandboxSettings(limits=LIMITS)).wait_ready()
-    except SandboxUnavailable as error:
-        assert bwrap_program() is not None, error  # this is mended by an installation, and not left out
-        pytest.skip(str(error))
-    yield sandbox
-    sandbox.close()
+    with ready_sandbox(SandboxSettings(limits=LIMITS)) as sandbox:
+        yield sandbox

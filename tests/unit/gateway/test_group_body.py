@@ -41,7 +41,7 @@ def config(tmp_path_factory: pytest.TempPathFactory) -> RunConfig:
 
 
 def read(body: dict[str, Any], config: RunConfig) -> FinishedGroup:
-    return parse_group(json.dumps(body).encode(), GroupLimits(config, VOCABULARY, LIVE), str)
+    return parse_group(json.dumps(body).encode(), GroupLimits(config, VOCABULARY, LIVE, longest_trained(config)), str)
 
 
 def test_what_comes_before_the_first_trained_token_is_the_prompt(config: RunConfig) -> None:
@@ -63,7 +63,7 @@ def test_what_is_scored_is_the_text_of_the_tokens_that_were_sampled(config: RunC
     stated = ["[3 4  5 6]", "what the producer says"]  # the first is the text of its tokens, and a part of it is a tool's
     assert [one.turns for one in read(SMALL | {"texts": stated}, config).samples] == [["[3]", "[6]"], []]
     ended = json.dumps(SMALL | {"texts": ["[3<|end|> 4 5 6]<|end|>", "?"]}).encode()  # of the first, special tokens are there
-    group = parse_group(ended, GroupLimits(config, VOCABULARY, LIVE), str, ["<|end|>"])
+    group = parse_group(ended, GroupLimits(config, VOCABULARY, LIVE, longest_trained(config)), str, ["<|end|>"])
     assert [one.turns for one in group.samples] == [["[3]", "[6]"], []]
     with pytest.raises(TurnRefused, match="3 entries for 6 tokens"):
         read(SMALL | {"sampled": [[0, 0, 1], [1] * 6]}, config)
@@ -110,7 +110,7 @@ def test_a_sample_of_more_versions_than_a_reference_lists_is_refused(tmp_path: P
     row = {"tokens": [1] * length, "masks": [0] + [1] * (length - 1), "log_probs": [-1.0] * length, "versions": list(range(length))}
     body = {"id": "wide", "scores": [0, 1], **{name: [column] * 2 for name, column in row.items()}}
     with pytest.raises(TurnRefused, match="1199 weight versions"):
-        parse_group(json.dumps(body).encode(), GroupLimits(wide, VOCABULARY, length), str)
+        parse_group(json.dumps(body).encode(), GroupLimits(wide, VOCABULARY, length, longest_trained(wide)), str)
 
 
 SCALARS = st.none() | st.booleans() | st.integers(-2, 60) | st.integers() | st.floats(allow_nan=False) | st.text(max_size=3)
@@ -143,7 +143,7 @@ def test_anything_anywhere_is_a_valid_group_or_a_refusal(config: RunConfig, data
 @given(body=st.binary(max_size=30))
 def test_any_bytes_are_refused(config: RunConfig, body: bytes) -> None:
     with pytest.raises(TurnRefused):
-        parse_group(body, GroupLimits(config, VOCABULARY, LIVE), str)
+        parse_group(body, GroupLimits(config, VOCABULARY, LIVE, longest_trained(config)), str)
 
 
 # --- what does not go with groups from outside
