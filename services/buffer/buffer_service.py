@@ -124,10 +124,7 @@ declare_metrics("""
     queue_eval | messages | held-out prompts that wait for a worker
     queue_generated | messages | groups to score that wait for a worker
     queue_scored | messages | outcomes for the buffer that wait for a worker
-    queue_task_held | messages | of the same queue, what workers have and did not ack yet
-    queue_eval_held | messages | of the same queue, what workers have and did not ack yet
-    queue_generated_held | messages | of the same queue, what workers have and did not ack yet
-    queue_scored_held | messages | of the same queue, what workers have and did not ack yet
+    queue_(task;eval;generated;scored)_held | messages | of the same queue, what workers have and did not ack yet
     queue_lag{queue,consumer} | messages | both together: what says [how many workers](monitoring.md#scaling-by-the-queues) would have
         something to do
 """)

@@ -247,10 +247,7 @@ def loops(response: ArrayLike) -> bool:
 
 
 declare_metrics("""
-    rollout/response_len/mean | tokens | mean length of the responses
-    rollout/response_len/median | tokens | their median
-    rollout/response_len/max | tokens | the longest
-    rollout/response_len/min | tokens | the shortest
+    rollout/response_len/(mean;median;max;min) | tokens | (mean length of the responses; their median; the longest; the shortest)
     rollout/truncated_ratio | share | responses that ran into `rollout_max_response_len`
     rollout/repetition_frac | share | responses that end in a loop: their last tokens are one phrase of at most 256 tokens, said at least 8
         times in a row over at least 64 tokens, until generation stopped
@@ -285,60 +282,42 @@ declare_metrics("""
     rollout/kept_tokens | tokens | how many tokens the sampler kept for each trained one, a mean | with
         [support replay](trainer.md#support-replay)
 
-    multi_turn/raw_response_length/response_length_mean | tokens | mean length of responses, with what tools and environments gave
-    multi_turn/raw_response_length/response_length_max | tokens | the longest
-    multi_turn/raw_response_length/response_length_min | tokens | the shortest
-    multi_turn/wo_obs_response_length/response_length_mean | tokens | mean length of the responses' trained tokens alone
-    multi_turn/wo_obs_response_length/response_length_max | tokens | the longest
-    multi_turn/wo_obs_response_length/response_length_min | tokens | the shortest
+    multi_turn/raw_response_length/response_length_(mean;max;min) | tokens |
+        (mean length of responses, with what tools and environments gave; the longest; the shortest)
+    multi_turn/wo_obs_response_length/response_length_(mean;max;min) | tokens |
+        (mean length of the responses' trained tokens alone; the longest; the shortest)
     multi_turn/raw_response_length/response_length_clip_ratio | share | responses with `rollout_max_response_len` tokens or more
-    multi_turn/multi_turn_metric/round_number_mean | rounds | mean of the samples' `metadata["round_number"]` | where a function counts its
-        rounds
-    multi_turn/multi_turn_metric/round_number_max | rounds | the most | where a function counts its rounds
-    multi_turn/multi_turn_metric/round_number_min | rounds | the fewest | where a function counts its rounds
+    multi_turn/multi_turn_metric/round_number_(mean;max;min) | rounds |
+        (mean of the samples' `metadata["round_number"]`; the most; the fewest) | where a function counts its rounds
     passrate/pass@<k> | probability | that one of k samples of a prompt passes, k = 1, 2, 4, … up to the samples of a group; a sample passes
         with a reward of at least `passrate_threshold`
 
-    train/grad_norm | | L2 norm of the last optimizer step's gradient, before clipping
-    train/lr | | learning rate of the last optimizer step
+    critic/loss | reward² | what is minimised: the value loss
+    (train;critic)/grad_norm | | L2 norm of the last optimizer step's gradient, before clipping
+    (train;critic)/lr | | learning rate of the last optimizer step
     train/support_mismatch | | 1: samples come from another distribution than the one that is trained, and log-probs are of the latter |
         where [support replay](trainer.md#support-replay) does not reach: it is off or cannot be, or flags of SGLang's do more than truncate
-    critic/loss | reward² | what is minimised: the value loss
-    critic/grad_norm | | L2 norm of the last optimizer step's gradient, before clipping
-    critic/lr | | learning rate of the last optimizer step
     critic/step_time | s | the critic's optimizer steps, with reading what they need
     sft/loss | nats a token | mean over the trained tokens of the step's batch
     sft/lr | | learning rate of the step
 
-    train/load_balancing_loss | | how unevenly experts are used in a micro-batch: a mean over layers, 1 where all are used alike | with
-        `moe_router_load_balancing_type` `aux_loss` and a coefficient
-    train/seq_load_balancing_loss | | the same in a sequence | with `seq_aux_loss`
-    train/global_load_balancing_loss | | the same in the optimizer step so far | with `global_aux_loss`
-    train/z_loss | nats² | mean over tokens and layers of the routers' squared logsumexp | with `moe_z_loss_coeff`
+    (train;critic)/load_balancing_loss | | how unevenly experts are used in a micro-batch: a mean over layers, 1 where all are used alike |
+        with `moe_router_load_balancing_type` `aux_loss` and a coefficient
+    (train;critic)/seq_load_balancing_loss | | the same in a sequence | with `seq_aux_loss`
+    (train;critic)/global_load_balancing_loss | | the same in the optimizer step so far | with `global_aux_loss`
+    (train;critic)/z_loss | nats² | mean over tokens and layers of the routers' squared logsumexp | with `moe_z_loss_coeff`
     train/mtp_loss | nats a token | the draft layers' mean negative log-likelihood of the trained tokens that they predict | with
         `enable_mtp_training`
     train/mtp_accuracy | share | trained tokens that the draft layers would have chosen | with `enable_mtp_training`
-    critic/load_balancing_loss | | how unevenly experts are used in a micro-batch: a mean over layers, 1 where all are used alike | with
-        `moe_router_load_balancing_type` `aux_loss` and a coefficient
-    critic/seq_load_balancing_loss | | the same in a sequence | with `seq_aux_loss`
-    critic/global_load_balancing_loss | | the same in the optimizer step so far | with `global_aux_loss`
-    critic/z_loss | nats² | mean over tokens and layers of the routers' squared logsumexp | with `moe_z_loss_coeff`
 
-    rewards/<part>/mean | reward | mean
-    rewards/<part>/std | reward | standard deviation
-    rewards/<part>/min | reward | the smallest
-    rewards/<part>/max | reward | the largest
+    rewards/<part>/(mean;std;min;max) | reward | (mean; standard deviation; the smallest; the largest)
 
     eval/<name> | reward | mean reward of the samples of that set
     eval/<name>-pass@<k> | probability | that one of k samples of a prompt passes
     eval/<name>-pass^<k> | probability | that all of k samples of a prompt pass
     eval/<name>-truncated_ratio | share | samples that ended at their length
-    eval/<name>/response_len/mean | tokens | mean length of the responses
-    eval/<name>/response_len/median | tokens | their median
-    eval/<name>/response_len/min | tokens | the shortest
-    eval/<name>/response_len/max | tokens | the longest
-    eval/<name>/response_len/p90 | tokens | a tenth of them is longer
-    eval/<name>/response_len/p99 | tokens | a hundredth of them is longer
+    eval/<name>/response_len/(mean;median;min;max;p90;p99) | tokens |
+        (mean length of the responses; their median; the shortest; the longest; a tenth of them is longer; a hundredth of them is longer)
     eval/<name>/version | version | that the figures are of
     eval/<name>/newest_version | version | the newest that drew some of their tokens
     eval/<name>/lag | versions | by how many they were behind the live version when they were known
@@ -349,17 +328,11 @@ declare_metrics("""
 
     perf/request/e2e_latency/mean | s | that a sample's requests were in the engine, waiting included | of samples for which an engine
         has measured it: its own, and those of functions that pass its `meta_info`; none of agents at gateways
-    perf/request/e2e_latency/median | s | their median | as the mean
-    perf/request/e2e_latency/max | s | the longest | as the mean
-    perf/request/e2e_latency/min | s | the shortest | as the mean
-    perf/request/queue_time/mean | s | of it, in the engine's queue | as the latency
-    perf/request/queue_time/median | s | their median | as the latency
-    perf/request/queue_time/max | s | the longest | as the latency
-    perf/request/queue_time/min | s | the shortest | as the latency
-    perf/decode/throughput/mean | tokens/s | at which one sample was decoded, beside others | as the latency
-    perf/decode/throughput/median | tokens/s | their median | as the latency
-    perf/decode/throughput/max | tokens/s | the fastest | as the latency
-    perf/decode/throughput/min | tokens/s | the slowest | as the latency
+    perf/request/e2e_latency/(median;max;min) | s | (their median; the longest; the shortest) | as the mean
+    perf/request/queue_time/(mean;median;max;min) | s |
+        (of it, in the engine's queue; their median; the longest; the shortest) | as the latency
+    perf/decode/throughput/(mean;median;max;min) | tokens/s |
+        (at which one sample was decoded, beside others; their median; the fastest; the slowest) | as the latency
     perf/step_time | s | from the batch's arrival to the end of its last optimizer step
     perf/actor_train_time | s | its optimizer steps alone, without reading samples and without log-probs
     perf/train_wait_time | s | between two steps: waiting for a batch, pushing, saving
@@ -397,18 +370,13 @@ declare_metrics("""
     loss | | `train/loss` of the newest step
     grad_norm | | `train/grad_norm` of the newest step, `critic/grad_norm` in the critic's process
     reward | reward | mean reward of the newest batch, as it was scored
-    staleness_mean | versions | `rollout/staleness_mean` of the newest step
-    staleness_max | versions | `rollout/staleness_max` of the newest step
-    masked_tokens | tokens | `rollout/masked_tokens` of the newest step
-    removed_samples | samples | `rollout/removed_samples` of the newest step
+    staleness_(mean;max) | versions | `rollout/staleness_(mean;max)` of the newest step
+    (masked_tokens;removed_samples) | (tokens;samples) | `rollout/(masked_tokens;removed_samples)` of the newest step
     wait_time_ratio | share | `perf/wait_time_ratio` of the newest step
     train_tokens_per_s | tokens/s | `perf/wall_tok_per_s` of the newest step: waiting included; the panel's *training*
     train_compute_tokens_per_s | tokens/s | `perf/actor_train_tok_per_s` of the newest step; the panel's *computing*
-    push_seconds | s | `perf/update_weights_time` of the newest push
-    push_stall_seconds | s | `perf/update_weights_stall` of the newest push
-    push_gb_per_s | GB/s | `perf/update_weights_gb_per_s` of the newest push
-    value_loss | reward² | `critic/value_loss` of the newest step | in the critic's process
-    value_clipfrac | share | `critic/value_clipfrac` of the newest step | in the critic's process
+    push_(seconds;stall_seconds;gb_per_s) | (s;s;GB/s) | `perf/update_weights_(time;stall;gb_per_s)` of the newest push
+    value_(loss;clipfrac) | (reward²;share) | `critic/value_(loss;clipfrac)` of the newest step | in the critic's process
     sft_step | steps | how far the warm start is | from its first step on
     sft_steps | steps | of the whole warm start | from its first step on
     sft_loss | nats a token | its newest loss | from its first step on

@@ -57,12 +57,23 @@ class _Declared:
 
 
 _declared = _Declared()
+_EACH = re.compile(r"\(([^()]*;[^()]*)\)")
 
 
 def table_rows(table: str) -> list[list[str]]:
-    """Returns the cells of a table of text: a row a line, of cells between bars; lines that are indented further continue one."""
-    rows = filter(str.strip, re.sub(r"\n {5,}", " ", table).splitlines())
-    return [[cell.strip() for cell in row.split("|")] for row in rows]
+    """Returns the cells of a table of text: a row a line, of cells between bars; lines that are indented further continue one.
+
+    A line with ``(a; b)``, at one place or at several, stands for two rows: one with each a, then one with each b.
+    """
+    lines = filter(str.strip, re.sub(r"\n {5,}", " ", table).splitlines())
+    return [[cell.strip() for cell in row.split("|")] for line in lines for row in _spelt_out(line)]
+
+
+def _spelt_out(line: str) -> Iterable[str]:
+    def one(row: int) -> str:
+        return _EACH.sub(lambda each: each[1].split(";")[row].strip(), line)
+
+    return map(one, range(1 + max((each.count(";") for each in _EACH.findall(line)), default=0)))
 
 
 def metric_specs(table: str) -> list[MetricSpec]:

@@ -160,8 +160,13 @@ def test_an_undeclared_metric_is_an_error_in_tests() -> None:
     declared_here{of} | s | of this test
     here/<k>/mean | s | of this
         test | when tests run
+    both/(mean;max) | s | (of this test; the longest)
     """)
     assert spec_of("here/a/mean") == MetricSpec("here/<k>/mean", "s", "of this test", "when tests run")
+    assert [spec_of("both/mean"), spec_of("both/max")] == [
+        MetricSpec("both/mean", "s", "of this test"),
+        MetricSpec("both/max", "s", "the longest"),
+    ]
     metrics = Metrics("r", "b-1")
     metrics.set("declared_here", 1.0, of="a")
     metrics.set("here/a/b/mean", 1.0)
