@@ -35,7 +35,7 @@ from shared.model.architecture import OPERATIONS, ROUNDINGS, Architecture
 from shared.model.engine_checkpoint import quantized
 from shared.model.families import architecture_of, read_architecture
 from shared.model.hf_checkpoint import weight_files
-from shared.model.quantization import quantization_of
+from shared.model.quantization import parts_of, quantization_of
 from shared.process.child_process import ChildProcess
 from shared.runtime import exit_codes
 from shared.runtime.errors import BadInput, BadMessage, ConfigError, DeadlineExceeded, MyxoError
@@ -249,7 +249,7 @@ def layer_tensors(directory: Path, layer: int | None) -> dict[str, Any]:
     found = {name: comparison.as_float32(files[name], *files.tensors[name]) for name in wanted}
     for name in quantization.names if quantization else ():
         assert quantization is not None
-        form, parts = quantization.format, [found.pop(part) for part in quantization.parts(name) if part in found]
+        form, parts = quantization.format, [found.pop(part) for part in parts_of(name, quantization.format) if part in found]
         if parts and form.bits == 8:
             factors = parts[1].repeat(form.rows, 0).repeat(form.columns, 1) if form.rows else parts[1]
             found[name] = parts[0] * (factors[tuple(map(slice, parts[0].shape))] if form.rows else factors)

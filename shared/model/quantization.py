@@ -166,20 +166,17 @@ class Quantization:
     names: frozenset[str]
     entry: dict[str, Any] = field(default_factory=dict, compare=False)
 
-    def parts(self, name: str) -> tuple[str, ...]:
-        """Returns the names of a matrix's parts."""
-        return parts_of(name, self.format)
-
     def specs(self, name: str, dtype: str, shape: tuple[int, ...]) -> list[TensorSpec]:
         """Returns what engines get of a tensor: a quantized matrix's parts, anything else as it is."""
         if name not in self.names:
             return [(name, dtype, shape)]
-        return [(part, *spec) for part, spec in zip(self.parts(name), self.format.parts(shape), strict=True)]
+        return [(part, *spec) for part, spec in zip(parts_of(name, self.format), self.format.parts(shape), strict=True)]
 
     def shapes(self, held: Mapping[str, Sequence[int]]) -> dict[str, tuple[int, ...]]:
         """Returns the shapes of tensors with matrices in the place of their parts; what is plain still is left as it is."""
-        parts = {part for name in self.names for part in (*self.parts(name), f"{name}_shape")}
-        whole = {name: self.format.shape(held[first]) for name in self.names if (first := self.parts(name)[0]) in held and name not in held}
+        parts = {part for name in self.names for part in (*parts_of(name, self.format), f"{name}_shape")}
+        firsts = {name: parts_of(name, self.format)[0] for name in self.names - held.keys()}
+        whole = {name: self.format.shape(held[first]) for name, first in firsts.items() if first in held}
         return {name: tuple(shape) for name, shape in held.items() if name in self.names or name not in parts} | whole
 
 

@@ -138,10 +138,10 @@ def lay_out(tensors: Iterable[TensorSpec], bucket_bytes: int, kind: Kind = "weig
     return lay_out_units(loaded_together(tensors, lambda tensor: tensor[0]), bucket_bytes, kind, scale)
 
 
-def loaded_together(units: Iterable[Unit], name: Callable[[Unit], str]) -> list[list[Unit]]:
-    """Groups units that must share a bucket: SGLang makes one parameter of latent attention's two projections to low ranks, and silently
-    drops one that comes without the other. ``name``: gives a unit's first tensor. Each group stands where its last unit stood."""
-    groups, halves = list[list[Unit]](), dict[str, list[Unit]]()
+def loaded_together(units: Iterable[Unit], name: Callable[[Unit], str]) -> Iterator[list[Unit]]:
+    """Yields groups of units that must share a bucket: SGLang makes one parameter of latent attention's two projections to low ranks, and
+    silently drops one that comes without the other. ``name``: gives a unit's first tensor. Each group stands where its last unit stood."""
+    halves = dict[str, list[Unit]]()
     for unit in units:
         group, whole = [unit], name(unit).replace(".q_a_proj.", ".kv_a_proj_with_mqa.")
         if ".kv_a_proj_with_mqa." in whole:
@@ -149,8 +149,8 @@ def loaded_together(units: Iterable[Unit], name: Callable[[Unit], str]) -> list[
                 halves[whole] = group
                 continue
             group = [*halves.pop(whole), unit]
-        groups.append(group)
-    return [*groups, *halves.values()]
+        yield group
+    yield from halves.values()
 
 
 def lay_out_units(

@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from shared.model.quantization import Quantization, QuantizedFormat
+from shared.model.quantization import Quantization, QuantizedFormat, parts_of
 
 LARGEST = 448.0  # of e4m3, torch.finfo(torch.float8_e4m3fn).max
 LEAST = 1e-12  # a block of zeros has a factor, too
@@ -132,4 +132,4 @@ def sent(quantization: Quantization | None, name: str, tensor: Tensor) -> list[t
     """Returns what engines get of a tensor, in the order of `Quantization.specs`."""
     if quantization is None or name not in quantization.names:
         return [(name, tensor)]
-    return list(zip(quantization.parts(name), quantized(tensor, quantization.format), strict=True))
+    return list(zip(parts_of(name, quantization.format), quantized(tensor, quantization.format), strict=True))

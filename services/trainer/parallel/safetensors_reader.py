@@ -14,7 +14,7 @@ from torch import Tensor
 from shared.config.engine_limits import needed_model_config
 from shared.model.architecture import Architecture
 from shared.model.hf_checkpoint import VISION, draft_prefixes, tensor_problems, weight_files
-from shared.model.quantization import ENTRY, Quantization, quantization_of
+from shared.model.quantization import ENTRY, Quantization, parts_of, quantization_of
 from shared.model.tensor_table import hf_tensors
 from shared.runtime.errors import ConfigError
 from shared.transfer.quantizer import plain
@@ -102,7 +102,7 @@ class QuantizedReader(SafetensorsReader):
     def read(self, name: str, expert: int | None = None) -> Tensor:
         if name not in self._quantization.names:
             return super().read(name, expert)
-        names = self._quantization.parts(name)
+        names = parts_of(name, self._quantization.format)
         parts = [super(QuantizedReader, self).read(part) for part in names]
         if not bool((parts[-1] > 0).all() and parts[-1].isfinite().all()):
             raise ConfigError(f"{self.hf_dir}:{names[-1]}", "a factor that is not positive and finite", "positive factors")

@@ -2,8 +2,9 @@
 
 import asyncio
 import json
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,10 +12,12 @@ import torch
 from safetensors.torch import save_file
 
 from services.rollout.client_adapters import Adapters
-from services.rollout.engine.receiver.receiver import merged
+from services.rollout.engine.receiver.receiver import Receiver, Reception, merged
 from shared.runtime.errors import BadMessage, ConfigError
 from shared.transfer.manifest import Manifest, lay_out
+from shared.transfer.weight_channel import TransferDeadline
 from tests.support.run_config import SERVED, run_config
+from tests.support.weights_group import flat_of
 
 Q, DOWN = "model.layers.0.self_attn.q_proj", "model.layers.0.mlp.down_proj"
 
@@ -42,6 +45,45 @@ def checkpoint(tmp_path: Path) -> Path:
     (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
     save_file({"unrelated": torch.zeros(1)}, tmp_path / "consolidated.safetensors")
     return tmp_path
+
+
+class Fused(torch.nn.Module):
+    """Latent attention's two projections to low ranks as one parameter, which SGLang's loaders set where both come in one call."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fused = torch.nn.Parameter(torch.zeros(6, 8), requires_grad=False)
+
+    def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+        given = dict(weights)
+        if len(halves := [given[name] for name in LATENT if name in given]) == 2:
+            self.fused.data.copy_(torch.cat(halves))
+
+
+LATENT = [f"model.layers.0.self_attn.{name}.weight" for name in ("q_a_proj", "kv_a_proj_with_mqa")]
+
+
+@pytest.mark.parametrize("differing", [False, True])
+def test_a_check_compares_matrices_of_one_parameter_together(differing: bool, tmp_path: Path) -> None:
+    """One alone is dropped by the engine's model, so that nothing would be compared."""
+    base = {name: torch.randn(size, 8) for name, size in zip(LATENT, (2, 4), strict=True)}
+    save_file(base, tmp_path / "model.safetensors")
+    shapes = {"lora_A": lambda weight: (3, 8), "lora_B": lambda weight: (len(weight), 3)}
+    stems = {f"base_model.model.{name.removesuffix('.weight')}": weight for name, weight in base.items()}
+    tensors = {f"{stem}.{part}.weight": torch.randn(shape(one)) for stem, one in stems.items() for part, shape in shapes.items()}
+    model, manifest = Fused(), manifest_of(tensors)
+    model.load_weights(merged(manifest, tensors, tmp_path))
+    model.fused.data[5, 7] += differing
+    channel: Any = SimpleNamespace(
+        manifest=lambda *_: manifest,
+        take=lambda index, *_: flat_of(manifest.buckets[index], tensors),
+        release=lambda _: None,
+        finish=lambda _: None,
+        name="",
+        begun_at=0.0,
+    )
+    reception = Reception(Receiver(model, 0, "cpu", str(tmp_path)), 1, 1, True, [channel], TransferDeadline(60.0), {})
+    assert sum(reception.run()["differences"].values()) == differing
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -107,7 +107,8 @@ def offered(source: Receiver, version: int = 3, seconds: float = SECONDS, ranks:
 
 def receive(destination: Receiver, *channels: dict[str, Any], version: int = 3, seconds: float = SECONDS) -> dict[str, Any]:
     destination.join([WeightChannelAddress.model_validate(channel) for channel in channels], 1, seconds)
-    return destination.receive(version, version, [channel["name"] for channel in channels], TransferDeadline(seconds))
+    names = [channel["name"] for channel in channels]
+    return destination.finish(destination.prepare(version, version, names, TransferDeadline(seconds)))
 
 
 def holds(destination: Receiver, seed: int) -> bool:

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from services.rollout.engine.receiver import load_plan
+from services.rollout.engine.receiver.loader import add_as_trained
 from services.rollout.engine.receiver.receiver import ReceiveError, Receiver
 from shared.process.embedded_servers import free_port
 from shared.schema.weight_messages import WeightChannelAddress
@@ -204,6 +205,30 @@ def test_a_comparison_changes_nothing(special: Load) -> None:
     assert same(model, {**held, "computed": model.computed})
 
 
+class GemmaForCausalLM(nn.Module):
+    """Loads norms as SGLang's class of that name does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.Parameter(torch.zeros(6), requires_grad=False)
+
+    def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
+        for _, tensor in weights:
+            tensor += 1.0
+            self.norm.data.copy_(tensor)
+
+
+def test_a_model_that_adds_to_what_it_is_given_adds_to_a_copy() -> None:
+    """What has come is hashed after it was loaded, and may be the trainer's own memory."""
+    model, given = GemmaForCausalLM(), {"model.norm.weight": torch.arange(6.0)}
+    add_as_trained(model)
+    loader, flat = load_plan.BucketLoader(bucket_of(given)), flat_of(bucket_of(given), given)
+    for _ in range(2):
+        loader.load(model, flat)
+        assert torch.equal(flat, flat_of(loader.bucket, given)) and model.norm.tolist() == [1, 2, 3, 4, 5, 6]
+    assert not any(map(int, load_plan.compare(model, loader.bucket, flat).values()))
+
+
 def test_nan_is_equal_to_itself() -> None:
     model, given = Model(plain), tensors(0)
     given["bias"][:] = float("nan")
@@ -229,7 +254,7 @@ def test_an_order_whose_lanes_were_called_off_says_so() -> None:
     receiver.join([channel], 1, 30.0)
     receiver.abort()
     with pytest.raises(ReceiveError, match="was called off") as off:
-        receiver.receive(1, 1, ["channel"], TransferDeadline(30.0))
+        receiver.prepare(1, 1, ["channel"], TransferDeadline(30.0))
     assert not off.value.touched
     with pytest.raises(ReceiveError, match="has joined none"):
-        receiver.receive(1, 1, ["another"], TransferDeadline(30.0))
+        receiver.prepare(1, 1, ["another"], TransferDeadline(30.0))

@@ -78,7 +78,7 @@ def test_a_draft_that_is_not_the_checkpoints_own_is_not_loaded_from_disk(own: bo
 END = 7
 
 
-def request_class(name: str) -> type:
+def request_class() -> type:
     class Request:
         def __init__(self, tokens: list[int], abort: str | None) -> None:
             self.output_ids, self.to_finish, self.reason = tokens, abort, ""
@@ -86,7 +86,7 @@ def request_class(name: str) -> type:
         def finished(self) -> bool:
             return bool(self.reason)
 
-        def check(self, new: int = 1) -> None:
+        def update_finish_state(self, new: int = 1) -> None:
             if self.finished():
                 return
             if self.to_finish is not None:
@@ -94,22 +94,20 @@ def request_class(name: str) -> type:
             elif END in self.output_ids[-new:]:
                 self.reason = "stop"
 
-    setattr(Request, name, Request.check)
     return Request
 
 
-@table("name", ["update_finish_state", "check_finished"])
 @table(
     ("tokens", "abort", "reason"),
     [([1, END], "abort", "stop"), ([1, 2], "abort", "abort"), ([], "abort", "abort"), ([1, END], None, "stop"), ([1, 2], None, "")],
 )
-def test_an_end_is_an_end(name: str, tokens: list[int], abort: str | None, reason: str) -> None:
-    kind = request_class(name)
+def test_an_end_is_an_end(tokens: list[int], abort: str | None, reason: str) -> None:
+    kind = request_class()
     assert find_ends_of_aborted(kind)
     request = kind(tokens, abort)
-    getattr(request, name)(1)
+    request.update_finish_state(1)
     assert request.reason == reason
-    getattr(request, name)(1)
+    request.update_finish_state(1)
     assert request.reason == reason, "what has ended stays as it is"
 
 
@@ -117,15 +115,14 @@ def test_a_class_without_such_a_check_is_left_alone() -> None:
     assert not find_ends_of_aborted(object)
 
 
-@pytest.mark.parametrize("name", ["update_finish_state", "check_finished"])
-def test_each_token_is_noted_with_the_version_that_is_held_when_it_is_appended(name: str) -> None:
-    kind, held = request_class(name), [-1]
+def test_each_token_is_noted_with_the_version_that_is_held_when_it_is_appended() -> None:
+    kind, held = request_class(), [-1]
     assert find_ends_of_aborted(kind) and report_token_versions(kind, lambda: held[0])
     request = kind([], None)
     for version, token in ((-1, 1), (3, 2), (3, 3), (4, END)):
         held[0] = version
         request.output_ids.append(token)
-        getattr(request, name)(1)
+        request.update_finish_state(1)
     assert request.customized_info == {TOKEN_VERSIONS: [None, 3, 3, 4]} and request.reason == "stop"
     assert not report_token_versions(type("Unlike", (), {}), lambda: 0)
 

@@ -93,8 +93,7 @@ def load_stages_together(scheduler: Any) -> None:
         worker.update_weights_from_disk = read_or_ended
 
 
-# How SGLang calls what looks, after each token, whether a request has ended: in 0.5.16 and later, and before.
-CHECKS = ("update_finish_state", "check_finished")
+CHECK = "update_finish_state"  # What SGLang looks by, after each token, whether a request has ended
 
 
 def find_ends_of_aborted(request: type[Any]) -> bool:
@@ -127,16 +126,14 @@ def report_token_versions(request: type[Any], version: Callable[[], int]) -> boo
 
 
 def _around_check(request: type[Any], around: Callable[[Any, Callable[[], Any]], Any]) -> bool:
-    name = next((name for name in CHECKS if hasattr(request, name)), None)
-    if name is None:
+    if (check := getattr(request, CHECK, None)) is None:
         return False
-    check = getattr(request, name)
 
     @functools.wraps(check)
     def checked(self: Any, *arguments: Any, **options: Any) -> Any:
         return around(self, functools.partial(check, self, *arguments, **options))
 
-    setattr(request, name, checked)
+    setattr(request, CHECK, checked)
     return True
 
 
@@ -191,6 +188,14 @@ def watch_as_trained(model: Any) -> None:
         return plain(x, grid_thw=moments.where(torch.arange(3, device=moments.device) > 0, 1))
 
     tower.forward = by_moments
+
+
+def add_as_trained(model: Any) -> None:
+    """Has Gemma's first model add one to copies of its norms: SGLang's adds it to what has come, which is hashed afterwards, and which may
+    be the trainer's own memory."""
+    if type(model).__name__ == "GemmaForCausalLM":
+        load = model.load_weights
+        model.load_weights = lambda given: load((name, one.clone() if "norm.weight" in name else one) for name, one in given)
 
 
 # The interpreter's switch interval. The scheduler's thread spins, or computes, and delays the receiver's by several intervals for each
@@ -248,7 +253,7 @@ def load(model: Any, tensors: Iterable[object]) -> None:
             loaded = WithDraft(model, draft) if own else model
             streams, refresh = computing_streams(scheduler), quantized_layers.refresh
             receiver = Receiver(loaded, _rank(), device, _model_path(), streams, gate.closed, forget_pictures, refresh)
-            for as_trained in (norm_as_trained, hear_as_trained, watch_as_trained):
+            for as_trained in (norm_as_trained, hear_as_trained, watch_as_trained, add_as_trained):
                 as_trained(model)
             load_stages_together(scheduler)
             gate.install(scheduler)

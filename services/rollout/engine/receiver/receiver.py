@@ -28,7 +28,7 @@ from shared.schema.weight_messages import WeightChannelAddress
 from shared.transfer.bucket_ring import BucketRing, ManifestHasher, bucket_views, torch_dtype
 from shared.transfer.digest import TensorDigest, version_digest
 from shared.transfer.group_channel import GroupReceiver
-from shared.transfer.manifest import Manifest, lay_out
+from shared.transfer.manifest import Manifest, lay_out, loaded_together
 from shared.transfer.memory_channel import MemoryReceiver
 from shared.transfer.tensor_file import TensorFileBroken, TensorFiles
 from shared.transfer.weight_channel import ChannelReceiver, TransferAborted, TransferDeadline
@@ -239,9 +239,11 @@ class Reception:
             raise BadMessage("an adapter came, but the engine's checkpoint, over which it is to be laid, is not known")
         made = merged(stream.layout.manifest, stream.adapter, Path(receiver.model_path))
         if self.check:
-            for name, tensor in made:
-                bucket = lay_out([(name, "float32", tuple(tensor.shape))], tensor.nbytes).buckets[0]
-                flat = tensor.contiguous().view(-1).view(torch.uint8)
+            for unit in map(dict, loaded_together(made, lambda one: one[0])):
+                (bucket,) = lay_out([(name, "float32", tuple(tensor.shape)) for name, tensor in unit.items()], 0).buckets
+                flat = torch.empty(bucket.nbytes, dtype=torch.uint8, device=receiver.device)
+                for name, view in bucket_views(bucket, flat):
+                    view.copy_(unit[name])
                 self._differences |= load_plan.compare(receiver.model, bucket, flat)
             return
         self.touched = True
@@ -281,7 +283,7 @@ def said_by(error: BaseException) -> str:
 
 
 class Receiver:
-    """The receiver of one rank. `finish`, `receive`, `layout` and `on_stream` belong to the model's thread; others may use the rest.
+    """The receiver of one rank. `finish`, `layout` and `on_stream` belong to the model's thread; others may use the rest.
 
     ``model``: any module with ``load_weights(names and tensors)``. ``rank``: in the engine, all of its stages. ``model_path``: the
     checkpoint that adapters are laid over, where there are any. ``engine_streams``: returns the streams on which the engine computes; None:
@@ -349,7 +351,7 @@ class Receiver:
         return [] if self._channels is None else [channel.name for channel in self._channels.all]
 
     def join(self, addresses: Sequence[WeightChannelAddress], first_rank: int, seconds: float, elsewhere: Sequence[str] = ()) -> None:
-        """Leaves its present channels and joins these on a thread; `receive` waits for it. ``first_rank``: of the engine's first process,
+        """Leaves its present channels and joins these on a thread; `prepare` waits for it. ``first_rank``: of the engine's first process,
         in all channels. ``seconds``: for joining. ``elsewhere``: channels with the same weights, for the processes on other machines."""
         self.leave()
         self._elsewhere = frozenset(elsewhere)
@@ -434,12 +436,6 @@ class Receiver:
             while self._stream is not None and not self._stream.query() and time.monotonic() < end:
                 time.sleep(0.001)
             raise self._failure(error, reception.push, reception.version, reception.touched) from error
-
-    def receive(
-        self, version: int, push: int, channels: Sequence[str], deadline: TransferDeadline, *, check: bool = False
-    ) -> dict[str, Any]:
-        """Receives a push as `prepare` and `finish` do together."""
-        return self.finish(self.prepare(version, push, channels, deadline, check=check))
 
     def call_off(self, reception: Reception) -> None:
         """Gives up a push that was prepared and will not be finished; from any thread. Nothing was touched."""
