@@ -178,6 +178,12 @@ _WITHOUT_EFFECT = {
     "updates are computed on the model's device, from pinned host memory; the values are the same": (
         "use_torch_optimizer_for_cpu_offload pin_cpu_grads pin_cpu_params"
     ),
+    "kernels are launched one by one: a CUDA graph has one shape, and packs have any length": (
+        "enable_cuda_graph external_cuda_graph cuda_graph_impl cuda_graph_scope cuda_graph_warmup_steps cuda_graph_retain_backward_graph "
+        "cuda_graph_use_single_mempool"
+    ),
+    "no layer takes random numbers: nothing is dropped, and weights come from hf_checkpoint": "use_te_rng_tracker",
+    "nothing in Megatron-Core reads it": "async_tensor_model_parallel_allreduce tp_comm_bootstrap_backend",
 }
 
 NOT_A_FIELD_WITHOUT_EFFECT: dict[str, tuple[str, str]] = {
@@ -282,7 +288,6 @@ _REASONS = {
     "the router is the policy's: which experts it may choose does not depend on the layout": "moe_router_topk_limited_devices",
     "use expert_tensor_parallel_size": "moe_extended_tp",
     "use recompute_granularity selective and recompute_modules moe": "moe_layer_recompute",
-    "use cuda_graph_impl": "enable_cuda_graph external_cuda_graph",
     "it changes weights after the optimizer step, behind the objective's back": "qk_clip qk_clip_alpha qk_clip_threshold",
     "use recompute_granularity, recompute_method and recompute_num_layers": "num_microbatches_with_partial_activation_checkpoints",
     "pipelines send by torch's point-to-point calls": "use_ring_exchange_p2p",
@@ -297,8 +302,8 @@ _OF_TRANSFORMER_ENGINE = (
     "fp8_dot_product_attention fp8_multi_head_attention fp8_quantizer_factory first_last_layers_bf16 num_layers_at_start_in_bf16 "
     "num_layers_at_end_in_bf16 tp_only_amax_red fp4 fp4_recipe fp4_quantizer_factory tp_comm_overlap tp_comm_bulk_wgrad "
     "tp_comm_bulk_dgrad tp_comm_overlap_ag tp_comm_overlap_rs tp_comm_overlap_rs_dgrad tp_comm_split_ag tp_comm_split_rs "
-    "tp_comm_atomic_ag tp_comm_atomic_rs tp_comm_overlap_disable_qkv tp_comm_bootstrap_backend moe_grouped_gemm "
-    "moe_router_padding_for_fp8 moe_router_padding_for_quantization use_te_rng_tracker "
+    "tp_comm_atomic_ag tp_comm_atomic_rs tp_comm_overlap_disable_qkv moe_grouped_gemm "
+    "moe_router_padding_for_fp8 moe_router_padding_for_quantization "
     "use_te_activation_func use_kitchen use_kitchen_attention kitchen_attention_backend "
     "activation_func_fp8_input_store persist_layer_norm memory_efficient_layer_norm reuse_grad_buf_for_mxfp8_param_ag "
     "disable_parameter_transpose_cache fine_grained_activation_offloading offload_modules min_offloaded_tensor_size cpu_offloading "
@@ -312,7 +317,7 @@ _KERNELS = (
     "attention_backend cp_comm_type moe_grouped_gemm moe_permute_fusion moe_router_fusion apply_rope_fusion "
     "persist_layer_norm memory_efficient_layer_norm tp_comm_overlap tp_comm_bulk_wgrad tp_comm_bulk_dgrad "
     "tp_comm_overlap_ag tp_comm_overlap_rs tp_comm_overlap_rs_dgrad tp_comm_split_ag tp_comm_split_rs tp_comm_atomic_ag tp_comm_atomic_rs "
-    "tp_comm_overlap_disable_qkv tp_comm_bootstrap_backend"
+    "tp_comm_overlap_disable_qkv"
 )
 
 KERNELS = frozenset(_KERNELS.split())

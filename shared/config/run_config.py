@@ -162,6 +162,11 @@ class RunConfig(Section):
             "without {2} where commands come from outside (myxo serve)",
         ),
         Rule("trainer.lend_gpus", lambda run, given: run.lending_obstacles if given else (), "true, but {2}; leave one of them out"),
+        Rule(
+            "algorithm.opd_teacher_load",
+            lambda run, given: given is not None and run.trainer.rounded_by,
+            "none with {2}, as the trainer would round the teacher, too; a server of opd_teachers does not",
+        ),
         Rule("algorithm.opd_teachers", lambda run, given: _unknown_models(given, list(run.rollout.models))),
         Rule("reward.judge_url", lambda run, given: _unknown_models({JUDGE: given or ""}, list(run.rollout.models))),
         Rule(

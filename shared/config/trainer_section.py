@@ -42,9 +42,6 @@ class OptimizerState:
         "optimizer_cpu_offload",
         "optimizer_offload_fraction",
         "overlap_cpu_optimizer_d2h_h2d",
-        "use_torch_optimizer_for_cpu_offload",
-        "pin_cpu_grads",
-        "pin_cpu_params",
         "use_precision_aware_optimizer",
         "main_grads_dtype",
         *_DTYPES,
@@ -193,6 +190,11 @@ class TrainerSection(Section):
             "fsdp_shard_ranks",
             lambda trainer, given: given and any(trainer.ranks(role) % given for role in ("actor", "critic")),
             "a divisor of the number of the actor's ranks, and of the critic's",
+        ),
+        Rule(
+            "prefix_sharing",
+            lambda trainer, given: given == "on" and trainer.enable_mtp_training,
+            "auto or off beside enable_mtp_training: what a draft layer sees at a fork differs with the next token",
         ),
         Rule("target_modules", lambda _, given: ALL_LINEAR in given and len(given) > 1, "all-linear alone, or names of matrices"),
     )
@@ -467,6 +469,8 @@ class TrainerSection(Section):
                     re.compile(pattern)
                 except re.error as error:
                     yield f"trainer.{field}: {pattern!r} is no regular expression ({error})"
+        if self.megatron.get("fp32_residual_connection") and self.train_dtype == "bfloat16":
+            yield "trainer.megatron.fp32_residual_connection: false, or train_dtype = float32: in bfloat16 no layer takes float32 residuals"
         for problem in environment_variables.problems(self.train_env_vars):
             yield f"trainer.train_env_vars: {problem}"
         for name in self.recompute_modules:

@@ -1,5 +1,6 @@
 """The parallel layout of a model over the ranks of a world (docs/layouts.md), and its divisibility checks."""
 
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from itertools import accumulate
@@ -18,7 +19,7 @@ class ParallelLayout:
         tensor: ranks that share each weight matrix. pipeline: stages of layers. context: ranks that share a sequence.
         expert: ranks that share the experts of a layer, from among the tensor-, context- and data-parallel ranks.
         sequence_parallel: also split norms and residuals over ``tensor``.
-        virtual_pipeline: model chunks of each pipeline stage (interleaved schedule); None for one.
+        chunks: model chunks of each rank, in interleaved pipelines several.
         expert_tensor: ranks that share each expert's matrices; None for Myxo's choice: none where ``expert`` distributes
             whole experts, else ``tensor``. See :attr:`expert_tensor_size`.
         vocabulary_multiple: each rank's part of the vocabulary is a multiple of it; see :meth:`padded_vocabulary`.
@@ -29,7 +30,7 @@ class ParallelLayout:
     context: int = 1
     expert: int = 1
     sequence_parallel: bool = False
-    virtual_pipeline: int | None = None
+    chunks: int = 1
     expert_tensor: int | None = None
     vocabulary_multiple: int = 1
 
@@ -38,11 +39,6 @@ class ParallelLayout:
         gradient, and no place in an export."""
         multiple = self.vocabulary_multiple * self.tensor
         return -(-vocab_size // multiple) * multiple
-
-    @property
-    def chunks(self) -> int:
-        """Returns how many model chunks each rank holds."""
-        return 1 if self.virtual_pipeline is None else self.virtual_pipeline
 
     @property
     def expert_tensor_size(self) -> int:
@@ -61,7 +57,9 @@ class ParallelLayout:
             expert=trainer.expert_model_parallel_size,
             # the torch backend needs no such choice: tokens are split behind the layers
             sequence_parallel=(trainer.sequence_parallel or trainer.trainer_backend == "torch") and trainer.tensor_model_parallel_size > 1,
-            virtual_pipeline=trainer.virtual_pipeline_model_parallel_size,
+            chunks=trainer.virtual_pipeline_model_parallel_size
+            or -(-_stages(trainer.megatron) // trainer.pipeline_model_parallel_size)
+            or 1,
             expert_tensor=trainer.expert_tensor_parallel_size,
             vocabulary_multiple=trainer.make_vocab_size_divisible_by,
         )
@@ -95,6 +93,14 @@ UNEVEN = (
     "pipeline_model_parallel_layout",
 )
 """Megatron's settings of pipelines whose stages differ in size; with one of them, Megatron itself checks the division."""
+
+
+def _stages(given: Mapping[str, Any]) -> int:
+    """Returns how many stages a pipeline's layout in Megatron's notation has, chunks of ranks counted apart; 0 where none is given."""
+    text = (given.get("pipeline_model_parallel_layout") or "").replace(",", "")
+    for repeated in (r"\(([^)]+)\)\*(\d+)", r"(.)\*(\d+)"):
+        text = re.sub(repeated, lambda found: found[1] * int(found[2]), text)
+    return text.count("|") + 1 if text else 0
 
 
 def stage_layers(a: Architecture, layout: ParallelLayout, given: Mapping[str, Any]) -> list[int]:
@@ -193,6 +199,9 @@ def _pipeline_problems(a: Architecture, layout: ParallelLayout, overrides: Mappi
         yield from _chunk_problems(layout, {f"each of the {layout.pipeline} stages": a.num_layers // layout.pipeline})
     elif len(sized) == len(uneven):  # otherwise Megatron itself sizes the stages
         yield from _sized_problems(a, layout, sized)
+    elif (stages := _stages(uneven)) and stages != layout.pipeline * layout.chunks:
+        whole = f"{layout.pipeline * layout.chunks} stages, {layout.chunks} for each of the {layout.pipeline} ranks of a pipeline"
+        yield ConfigError("trainer.megatron.pipeline_model_parallel_layout", overrides[UNEVEN[-1]], f"{whole}; it has {stages}")
 
 
 def _sized_problems(a: Architecture, layout: ParallelLayout, sized: dict[str, int]) -> Iterator[ConfigError]:

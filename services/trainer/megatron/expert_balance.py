@@ -95,13 +95,12 @@ class BalancedStep:
         tokens, sequences = total.tolist()
         return cls(balancing, max(tokens, 1.0), max(sequences, 1.0))
 
-    def averages(self, layers: int, copies: int, device: torch.device) -> dict[str, float]:
-        """Returns the losses before their coefficients, means over ``layers``. A collective of all ranks; ``copies``: ranks that have
-        computed the same."""
+    def averages(self, layers: int, device: torch.device) -> dict[str, float]:
+        """Returns the losses before their coefficients, means over ``layers``. A collective of all ranks."""
         kinds = sorted(self.balancing.coefficients)
         sums = torch.stack([torch.zeros((), device=device), *(self.losses.get(kind, torch.zeros((), device=device)) for kind in kinds)])
         dist.all_reduce(sums)
-        return {METRICS[kind]: value / layers / copies for kind, value in zip(kinds, sums.tolist()[1:], strict=True)}
+        return {METRICS[kind]: value / layers for kind, value in zip(kinds, sums.tolist()[1:], strict=True)}
 
 
 @dataclass(frozen=True)
@@ -110,13 +109,12 @@ class BalancedTokens:
 
     Args:
         step: they are a part of. members: float32 [S, U], 1 where a token of this rank's routers is of a sequence that trains.
-        lengths: float32 [S], whole lengths of these. parted: whether ranks of the tensor-parallel group have different tokens.
+        lengths: float32 [S], whole lengths of these.
     """
 
     step: BalancedStep
     members: Tensor
     lengths: Tensor
-    parted: bool
 
 
 def trained_lengths(cu_seqlens: Tensor, loss_mask: Tensor) -> tuple[list[int], list[int]]:
@@ -162,7 +160,7 @@ class BalancedRouter(TopKRouter):
         """Returns this rank's part of the weighted losses of logits [U, E]."""
         step, parts = given.step, dict[str, Tensor]()
         wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
-        coefficients, group = step.balancing.coefficients, self.tp_cp_group if given.parted else self.cp_group
+        coefficients, group = step.balancing.coefficients, self.tp_cp_group
         if "z_loss" in coefficients:
             parts["z_loss"] = (wide.logsumexp(-1).square() * given.members.sum(0)).sum() / step.tokens
         if coefficients.keys() - {"z_loss"}:

@@ -390,9 +390,9 @@ def wrap_chunks(
         "ddp",
     )
     wrapped = [DistributedDataParallel(config, ddp, chunk, disable_bucketing=index > 0) for index, chunk in enumerate(chunks)]
-    if not ddp.overlap_grad_reduce:
-        for parameter in (parameter for chunk in chunks for name, parameter in chunk.named_parameters() if ".experts." in name):
-            parameter.grouped_gradient = True
     if ddp.overlap_grad_reduce:  # the reduction starts in the backward pass of the last micro-batch, not of each
         config.no_sync_func = [chunk.no_sync for chunk in wrapped] if len(wrapped) > 1 else wrapped[0].no_sync
+    else:
+        for parameter in (parameter for chunk in chunks for name, parameter in chunk.named_parameters() if ".experts." in name):
+            parameter.grouped_gradient = True
     return wrapped

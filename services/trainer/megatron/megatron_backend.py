@@ -152,18 +152,11 @@ def _hints(group: str) -> dict[str, Any]:
 
 
 def converted(group: str, name: str, value: Any) -> Any:
-    """Returns plain data as a field of a dataclass holds it: dtypes, enums, tuples. Raises ConfigError where there is no such field."""
+    """Returns plain data as a dataclass's field holds it: an enum's member by its name. Raises ConfigError where there is no such field."""
     hint = _hints(group).get(name)
     if hint is None:
         raise ConfigError(f"trainer.megatron.{name}", value, "leave it out: the Megatron on the path has no such field")
-    if value is None:
-        return None
-    kinds = [hint, *typing.get_args(hint)]
-    if typing.get_origin(hint) is tuple or any(typing.get_origin(kind) is tuple for kind in kinds):
-        return tuple(value)
-    if isinstance(hint, type) and issubclass(hint, enum.Enum):
-        return hint[value]
-    return value
+    return hint[value] if value is not None and isinstance(hint, type) and issubclass(hint, enum.Enum) else value
 
 
 def check_architecture(flags: MegatronFlags, hf_dir: Path) -> None:
@@ -262,8 +255,8 @@ def create(settings: TrainerSettings, hf_dir: Path, random: bool, initialized: C
         initialized()
     megatron = transformer_config(architecture, settings.layout, settings.dtype, overrides)
     balancing = Balancing.of(megatron, adapted=settings.lora is not None)
-    # a draft layer's input at a fork differs with what comes next
-    least = None if architecture.trained_drafts else least_saved(trainer.prefix_sharing, megatron)
+    drafts = architecture.trained_drafts > 0
+    least = least_saved(trainer.prefix_sharing, megatron, drafts)
     layers = partial(named_spec, trainer.spec, architecture, megatron, trainer.megatron) if named else None
     chunks = build_chunks(architecture, megatron, settings.layout, settings.value_head, layers)
     if named:
@@ -293,6 +286,5 @@ def create(settings: TrainerSettings, hf_dir: Path, random: bool, initialized: C
     )
     with deadline("the making of the optimizer"):
         optimizer = Optimizer(model, trainer, settings.schedule, flags.optimizer)
-    return Backend(
-        model, optimizer, passes, obstacle(megatron), settings.layout.expert == 1, lambda balanced: update_biases(model.modules, balanced)
-    )
+    unshared, independent = obstacle(megatron, drafts), settings.layout.expert == 1
+    return Backend(model, optimizer, passes, unshared, independent, lambda balanced: update_biases(model.modules, balanced))

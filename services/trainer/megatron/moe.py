@@ -434,9 +434,7 @@ class ReplayedMoELayer(MoELayer):
         return tensor_parallel.checkpoint(compute, False, hidden_states), None
 
 
-def stage_routing(
-    batch: PackedBatch, given: ModelInput, architecture: Architecture, sequence_parallel: bool, record: bool
-) -> StageRouting | None:
+def stage_routing(batch: PackedBatch, given: ModelInput, architecture: Architecture, record: bool) -> StageRouting | None:
     """Returns what the routers of this rank do with a micro-batch; None where they choose by themselves and no record is wanted.
 
     Args:
@@ -444,20 +442,10 @@ def stage_routing(
     """
     if batch.routing is None and batch.experts is None and not record:
         return None
-    recorded: dict[int, Tensor] | None = {} if record else None
-    if batch.routing is not None:
-        device = given.tokens.device
-        return StageRouting({layer: chosen.to(device, non_blocking=True) for layer, chosen in batch.routing.items()}, recorded)
-    if batch.experts is None:
-        return StageRouting({}, recorded)
-    own = given.own(batch.experts.to(given.tokens.device), -1)
-    if sequence_parallel:
+    device, choices = given.tokens.device, batch.routing or {}
+    if batch.routing is None and batch.experts is not None:
         group = parallel_state.get_tensor_model_parallel_group()
-        own = own.chunk(group.size())[group.rank()]
-    numbers = [index + 1 for index in range(architecture.num_layers) if architecture.is_moe_layer(index)]
-    return StageRouting({number: own[:, place] for place, number in enumerate(numbers)}, recorded)
-
-
-def on_host(routing: StageRouting) -> dict[int, Tensor]:
-    """Returns what a pass has recorded, in host memory."""
-    return {layer: chosen.cpu() for layer, chosen in (routing.recorded or {}).items()}
+        own = given.own(batch.experts.to(device), -1).chunk(group.size())[group.rank()]
+        numbers = [index + 1 for index in range(architecture.num_layers) if architecture.is_moe_layer(index)]
+        choices = {number: own[:, place] for place, number in enumerate(numbers)}
+    return StageRouting({layer: chosen.to(device, non_blocking=True) for layer, chosen in choices.items()}, {} if record else None)

@@ -139,12 +139,12 @@ WORTHWHILE = 0.1
 Setting = Literal["auto", "on", "off"]
 
 
-def least_saved(setting: Setting, config: TransformerConfig) -> float | None:
+def least_saved(setting: Setting, config: TransformerConfig, drafts: bool = False) -> float | None:
     """Returns the least share of a micro-batch's tokens that sharing must save; None where nothing is shared.
 
     Raises ConfigError: ``on``, where it would not be exact.
     """
-    reason = obstacle(config)
+    reason = obstacle(config, drafts)
     if setting == "on" and reason is not None:
         raise ConfigError("trainer.prefix_sharing", setting, f"auto or off: {reason}")
     if setting == "off" or reason is not None:
@@ -152,8 +152,10 @@ def least_saved(setting: Setting, config: TransformerConfig) -> float | None:
     return 0.0 if setting == "on" else WORTHWHILE
 
 
-def obstacle(config: TransformerConfig) -> str | None:
-    """Returns why beginnings are not shared, unless the run says ``off``; None where they are."""
+def obstacle(config: TransformerConfig, drafts: bool = False) -> str | None:
+    """Returns why beginnings are not shared, unless the run says ``off``; None where they are. ``drafts``: whether draft layers train."""
+    if drafts:
+        return "what a draft layer sees at a fork differs with the next token"
     if config.apply_rope_fusion:
         return "the fused rotation counts places from each sequence's start"
     if config.context_parallel_size > 1:

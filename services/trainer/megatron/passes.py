@@ -16,7 +16,7 @@ from services.trainer.megatron.attention import uses_dense_batches
 from services.trainer.megatron.draft import DraftStep
 from services.trainer.megatron.expert_balance import BalancedStep, BalancedTokens, trained_lengths
 from services.trainer.megatron.gpt_model import MegatronModel
-from services.trainer.megatron.moe import on_host, stage_routing
+from services.trainer.megatron.moe import stage_routing
 from services.trainer.megatron.packed_sequences import ModelInput, StageRouting, model_input
 from services.trainer.packing import PackedBatch, pack
 from services.trainer.parallel.loss_function import BadLoss, LossFunction, MicroBatchesFailed, applied, asked_ids, read_head, reduce_reports
@@ -38,7 +38,8 @@ def log_probs(
 
     found = _read(model, batches, likelihood, routing)
     if recorded is not None:
-        recorded |= {index: on_host(each) for index, each in (routing or {}).items()}
+        for index, each in (routing or {}).items():
+            recorded[index] = {layer: chosen.cpu() for layer, chosen in (each.recorded or {}).items()}
     return found
 
 
@@ -73,9 +74,8 @@ def forward_backward(
     compute = _loss(model, loss_fn, temperature, need_entropy, drafts)
     loss, metrics = reduce_reports(_run(model, batches, compute, forward_only=False, balanced=balanced), _share)
     if balanced is not None:
-        copies = 1 if model.layout.sequence_parallel else model.layout.tensor
         layers = sum(model.architecture.is_moe_layer(index) for index in range(model.architecture.num_layers))
-        metrics |= balanced.averages(layers, copies, device())
+        metrics |= balanced.averages(layers, device())
     return loss, metrics
 
 
@@ -194,7 +194,8 @@ class _Pass:
         if model.layout.chunks > 1:  # the interleaved schedule needs a multiple of the number of stages
             count = round_up(count, model.config.microbatch_group_size_per_vp_stage)
         model.config.finalize_model_grads_func = _finalize
-        sources = [iter(range(count)) for _ in model.chunks]
+        order = [*range(len(self.batches), count), *range(len(self.batches))]  # fillers first, whose gradients are not of all parameters
+        sources = [iter(order) for _ in model.chunks]
         results: list[Any] = get_forward_backward_func()(
             forward_step_func=self._step,
             data_iterator=sources if len(sources) > 1 else sources[0],
@@ -205,7 +206,7 @@ class _Pass:
             forward_only=self.forward_only,
             collect_non_loss_data=self.forward_only,
         )
-        return results[: len(self.batches)]
+        return results[-len(self.batches) :]
 
     def _step(self, source: Iterator[int], chunk: torch.nn.Module) -> tuple[Tensor, Callable[..., Any]]:
         index = next(source)
@@ -219,15 +220,19 @@ class _Pass:
 
     def _finish(self, index: int, output: Tensor, non_loss_data: bool = False) -> Any:
         """Returns what Megatron wants of the last stage's output: a loss, a count of tokens and a report, or ``non_loss_data``."""
-        nothing = None if non_loss_data else (output.sum() * 0, torch.zeros((), dtype=torch.int, device=device()), None)
-        if index >= len(self.batches) or (self.failed and index in self.failed):
-            return nothing
-        result = self._attempt(index, lambda: self.on_output(output.squeeze(0), *self._prepared(index)), lambda: None)
-        if non_loss_data or result is None:
-            return result if non_loss_data else nothing
+        result = None
+        if index < len(self.batches) and not (self.failed and index in self.failed):
+            result = self._attempt(index, lambda: self.on_output(output.squeeze(0), *self._prepared(index)), lambda: None)
+        if non_loss_data:
+            return result
+        count = torch.zeros((), dtype=torch.int, device=device())  # Megatron's denominator, which `_finalize` leaves out
+        if result is None:
+            # what `on_output` applies has a gradient, too: a reduction that overlaps the last micro-batch waits for that of each parameter
+            named = self.model.modules[-1].named_parameters() if self.failed else ()
+            rest = [one.sum() for name, one in named if one.requires_grad and not name.startswith("decoder.")]
+            return sum(rest, output.sum()) * 0, count, None
         loss, metrics = result
-        # the token count is Megatron's denominator, which `_finalize` leaves out
-        return loss, torch.zeros((), dtype=torch.int, device=loss.device), {"loss": loss.detach(), "metrics": metrics}
+        return loss, count, {"loss": loss.detach(), "metrics": metrics}
 
     def _attempt(self, index: int, work: Callable[[], Any], instead: Callable[[], Any]) -> Any:
         if self.failed is None:
@@ -246,15 +251,14 @@ class _Pass:
             batch = self.batches[index] if index < len(self.batches) else pack((), ())  # a filler
             dense, group = uses_dense_batches(model.config.params_dtype), parallel_state.get_context_parallel_group()
             given = model_input(batch, layout, dense, device(), group, model.least_saved)
-            split = layout.sequence_parallel and layout.tensor > 1
-            routing = stage_routing(batch, given, model.architecture, split, self.recorded is not None)
+            routing = stage_routing(batch, given, model.architecture, self.recorded is not None)
             if self.recorded is not None and routing is not None:
                 self.recorded[index] = routing
             given.sequences.routing = routing
             if batch.kept is not None:
                 places = given.own(torch.arange(batch.tokens.numel(), device=device()), -1)
                 given.kept = batch.kept.at(places.cpu().numpy())
-            given.sequences.balanced = None if self.balanced is None else _balanced_tokens(self.balanced, batch, given, split)
+            given.sequences.balanced = None if self.balanced is None else _balanced_tokens(self.balanced, batch, given)
             self.inputs[index] = given, batch.to(device())
         return self.inputs[index]
 
@@ -263,15 +267,13 @@ def _finalize(chunks: list[Any], num_tokens: Tensor | None, **options: Any) -> N
     finalize_model_grads(chunks, None, **options)
 
 
-def _balanced_tokens(step: BalancedStep, batch: PackedBatch, given: ModelInput, parted: bool) -> BalancedTokens:
+def _balanced_tokens(step: BalancedStep, batch: PackedBatch, given: ModelInput) -> BalancedTokens:
     numbers, lengths = trained_lengths(batch.cu_seqlens, batch.loss_mask)
     of_tokens = torch.repeat_interleave(torch.arange(len(batch.cu_seqlens) - 1), batch.cu_seqlens.diff().long().cpu())
-    own = given.own(of_tokens.to(device()), -1)
-    if parted:
-        group = parallel_state.get_tensor_model_parallel_group()
-        own = own.chunk(group.size())[group.rank()]
+    group = parallel_state.get_tensor_model_parallel_group()  # which part the tokens wherever experts are
+    own = given.own(of_tokens.to(device()), -1).chunk(group.size())[group.rank()]
     members = (own[None] == torch.tensor(numbers, dtype=torch.int64, device=device())[:, None]).float()
-    return BalancedTokens(step, members, torch.tensor(lengths, dtype=torch.float32, device=device()), parted)
+    return BalancedTokens(step, members, torch.tensor(lengths, dtype=torch.float32, device=device()))
 
 
 def _share(sums: Tensor, reported: bool) -> None:

@@ -18,7 +18,6 @@ from megatron.core.dist_checkpointing.dict_utils import nested_values
 from megatron.core.dist_checkpointing.mapping import ShardedBase, ShardedObject, ShardedTensor, ShardedTensorFactory
 from megatron.core.dist_checkpointing.strategies.torch import TorchDistSaveShardedStrategy
 from megatron.core.dist_checkpointing.utils import extract_sharded_tensors_and_factories
-from megatron.core.optimizer.cpu_offloading import HybridDeviceOptimizer
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from torch import Tensor
 
@@ -99,9 +98,7 @@ class LiveState:
     def take_loaded(self, steps: int, loaded: object) -> None:
         """Takes over what was read into the tensors of `sharded`; what the load returned is not needed. ``steps``: of the moments."""
         inner = self._optimizer.optimizer
-        if isinstance(inner, HybridDeviceOptimizer):
-            inner._sync_hdo_state_to_sub_optimizers()
-        elif self._optimizer.config.use_precision_aware_optimizer_no_fp8_or_ds_fp8:
+        if self._optimizer.config.use_precision_aware_optimizer_no_fp8_or_ds_fp8:
             for parameter, _, tensors in self._slices:
                 self._optimizer._set_main_param_and_optimizer_states(parameter, tensors)
         for group in inner.param_groups:

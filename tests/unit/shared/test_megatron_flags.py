@@ -126,6 +126,14 @@ def test_toml_is_refused_by_key(tmp_path: Path, megatron: dict[str, Any], messag
         parse(values(tmp_path, trainer={"megatron": megatron}))
 
 
+def test_flags_that_nothing_reads_are_taken_and_the_start_says_so() -> None:
+    given = {"cuda_graph_impl": "local", "enable_cuda_graph": True, "cuda_graph_scope": ["attn"], "use_te_rng_tracker": True}
+    plain = flag_table.canonical(given | {"tp_comm_bootstrap_backend": "mpi", "async_tensor_model_parallel_allreduce": False})
+    told = dict(flag_table.without_effect(plain))
+    assert len(told) == len(plain) == 6 and "a CUDA graph has one shape" in told["--cuda-graph-impl"]
+    assert not [*flag_table.missing_engine(plain)]
+
+
 def test_the_command_line_stands_over_the_file_in_any_spelling(tmp_path: Path) -> None:
     config = run_config(tmp_path, trainer={"megatron": {"no_rope_fusion": True, "swiglu": True}})
     path = tmp_path / "run.toml"

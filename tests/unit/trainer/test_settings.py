@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+from megatron.core.transformer.pipeline_parallel_layer_layout import PipelineParallelLayerLayout
 
 from services.trainer.backend import TrainerSettings
 from services.trainer.batch_replay import offline, replay_config, replayed
@@ -46,9 +47,7 @@ def test_a_role_takes_the_section(tmp_path: Path):
     config = run_config(tmp_path, trainer={**GIVEN, "critic_lr": 1e-5})
     actor, critic = (TrainerSettings.from_run(config, role) for role in ("actor", "critic"))
     assert actor.trainer is config.trainer and critic.trainer is config.trainer
-    assert actor.layout == ParallelLayout(
-        tensor=2, pipeline=2, context=2, expert=4, sequence_parallel=True, virtual_pipeline=3, expert_tensor=1
-    )
+    assert actor.layout == ParallelLayout(tensor=2, pipeline=2, context=2, expert=4, sequence_parallel=True, chunks=3, expert_tensor=1)
     assert recomputation(actor.trainer) == {"recompute_granularity": "selective", "recompute_modules": ["core_attn", "mlp"]}
     assert (actor.value_head, critic.value_head) == (False, True)
     assert (actor.schedule.lr, critic.schedule.lr) == (1e-6, 1e-5)
@@ -95,8 +94,52 @@ def test_what_contradicts_itself_is_refused_by_field(tmp_path: Path):
         ({"lora_rank": 4, "target_modules": []}, ["target_modules"]),
         ({"lora_rank": 4, "freeze_params_name_list": ["embedding"]}, ["freeze_params_name_list", "lora_rank"]),
         ({"freeze_params_name_list": ["("]}, ["freeze_params_name_list", "no regular expression"]),
+        ({"prefix_sharing": "on", "enable_mtp_training": True}, ["prefix_sharing = 'on': auto or off beside enable_mtp_training"]),
+        ({"megatron": {"fp32-residual-connection": True}}, ["fp32_residual_connection = True: false, or train_dtype = float32"]),
+        ({**TAUGHT, "quantization_aware": True}, ["opd_teacher_load = 'teacher': none with trainer.quantization_aware", "opd_teachers"]),
     ]
-    assert not not_refused(lambda given: run_config(tmp_path, trainer=given), cases)
+    assert not not_refused(lambda given: taught(tmp_path, given), cases)
+
+
+TAUGHT = {"use_opd": True, "opd_type": "megatron", "opd_teacher_load": "teacher"}
+
+
+def taught(directory: Path, given: dict[str, Any]) -> RunConfig:
+    algorithm = {name: value for name, value in given.items() if name in TAUGHT}
+    return run_config(directory, algorithm=algorithm, trainer={name: value for name, value in given.items() if name not in TAUGHT})
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"prefix_sharing": "auto", "enable_mtp_training": True},
+        {"prefix_sharing": "on"},
+        {"megatron": {"fp32_residual_connection": True}, "train_dtype": "float32"},
+        {"megatron": {"fp32_residual_connection": False}},
+        TAUGHT,
+        {"quantization_aware": True},
+    ],
+)
+def test_each_of_two_that_contradict_one_another_is_taken_alone(tmp_path: Path, given: dict[str, Any]) -> None:
+    assert taught(tmp_path, given).trainer is not None
+
+
+@table(
+    ("given", "chunks"),
+    [
+        ({}, 1),
+        ({"virtual_pipeline_model_parallel_size": 2}, 2),
+        ({"megatron": {"pipeline_model_parallel_layout": "Ett|ttL"}}, 1),
+        ({"megatron": {"pipeline-model-parallel-layout": "Et|(t|)*2,t*1L"}}, 2),
+        ({"megatron": {"pipeline_model_parallel_layout": "E|(tt|)*6L"}}, 4),
+    ],
+)
+def test_a_pipelines_layout_says_how_many_chunks_a_rank_has(given: dict[str, Any], chunks: int, tmp_path: Path) -> None:
+    """As in Megatron, whose own parser counts the stages."""
+    trainer = run_config(tmp_path, trainer={"actor_num_gpus_per_node": 2, "pipeline_model_parallel_size": 2, **given}).trainer
+    assert ParallelLayout.of(trainer).chunks == chunks
+    if text := trainer.megatron.get("pipeline_model_parallel_layout"):
+        assert PipelineParallelLayerLayout(text, 2).virtual_pipeline_model_parallel_size == chunks
 
 
 def test_sizes_that_do_not_divide_the_ranks_are_refused_with_all_of_them(tmp_path: Path):

@@ -46,7 +46,7 @@ def test_the_tables_name_flags_that_there_are() -> None:
 def test_flags_go_to_their_dataclasses_with_their_types() -> None:
     given = {
         "moe-router-dtype": "fp64",
-        "fp32_residual_connection": True,
+        "moe_z_loss_coeff": 0.1,
         "ddp_bucket_size": 1000,
         "apply_wd_to_qk_layernorm": True,
         "num_layers": 28,
@@ -55,7 +55,7 @@ def test_flags_go_to_their_dataclasses_with_their_types() -> None:
         "check_for_nan_in_loss_and_grad": False,
     }
     found = megatron_backend.resolve(given)
-    assert found.transformer == {"moe_router_dtype": "fp64", "fp32_residual_connection": True}
+    assert found.transformer == {"moe_router_dtype": "fp64", "moe_z_loss_coeff": 0.1}
     assert found.ddp == {"bucket_size": 1000, "check_for_nan_in_grad": False}
     assert found.optimizer == {"apply_wd_to_qk_layernorm": True}
     assert found.architecture == {"num_layers": 28, "num_experts": 8}
@@ -65,16 +65,15 @@ def test_flags_go_to_their_dataclasses_with_their_types() -> None:
 
 def test_plain_data_becomes_what_the_field_holds() -> None:
     assert megatron_backend.converted("transformer", "attention_backend", "flash") is AttnBackend.flash
-    assert megatron_backend.converted("transformer", "window_size", [128, 0]) == (128, 0)
     assert megatron_backend.converted("transformer", "fp8", None) is None
 
 
 def test_the_actor_gets_what_is_given_and_the_checkpoint_is_compared(tmp_path: Path) -> None:
     make_checkpoint("qwen3", tmp_path / "model")
-    given = {"fp32_residual_connection": True, "ddp_bucket_size": 1000, "num_layers": 2, "hidden_size": 32, "swiglu": True}
+    given = {"moe_router_dtype": "fp64", "ddp_bucket_size": 1000, "num_layers": 2, "hidden_size": 32, "swiglu": True}
     config = run_config(tmp_path, trainer={"megatron": given})
     found = megatron_backend.resolve(config.trainer.megatron)
-    assert (found.transformer, found.optimizer, found.ddp) == ({"fp32_residual_connection": True}, {}, {"bucket_size": 1000})
+    assert (found.transformer, found.optimizer, found.ddp) == ({"moe_router_dtype": "fp64"}, {}, {"bucket_size": 1000})
     megatron_backend.check_architecture(found, tmp_path / "model")
     wrong = run_config(tmp_path, trainer={"megatron": {**given, "num_layers": 36}})
     with pytest.raises(ConfigError, match=r"trainer.megatron.num_layers = 36: 2, as the checkpoint has"):

@@ -12,6 +12,7 @@ TP2, PP2, EP2 = ({f"{kind}_model_parallel_size": 2} for kind in ("tensor", "pipe
 CP2 = {"context_parallel_size": 2}
 TP2_SP = {**TP2, "sequence_parallel": True}
 VPP2 = {**PP2, "virtual_pipeline_model_parallel_size": 2}
+FOUR_STAGES = {"megatron": {"pipeline_model_parallel_layout": "E,t|t|(t|)*1,t*1L"}}
 WHOLE = {"use_distributed_optimizer": False}
 
 
@@ -31,6 +32,7 @@ TWO_RANKS = {
     "PP2 tied": ("qwen3_tied", PP2),
     "PP2 uneven": ("deep", {**PP2, "megatron": {"num_layers_in_first_pipeline_stage": 3}}),
     "PP2 VPP2": ("deep", VPP2),
+    "PP2 layout of four stages": ("deep", {**PP2, **FOUR_STAGES}),
     "PP2 VPP2 whole optimizer": ("deep", {**VPP2, **WHOLE}),
     "overlapped gradient reduction": ("deep", {**VPP2, "megatron": {"overlap_grad_reduce": True}}),
     "MoE DP2 whole optimizer": ("qwen3_moe", WHOLE),
@@ -140,9 +142,10 @@ def test_recompute_changes_nothing(recompute, alone, hf, one_process):
     assert_equal(one_process("qwen3"), [alone.reinforce(hf("qwen3"), recompute)])
 
 
-def test_micro_batches_that_fill_no_round_of_the_interleaved_schedule(alone, hf, two_ranks):
+@pytest.mark.parametrize("megatron", [{"overlap_grad_reduce": True}, pytest.param({}, marks=pytest.mark.extra)])
+def test_micro_batches_that_fill_no_round_of_the_interleaved_schedule(megatron, alone, hf, two_ranks):
     expected, expected_log_probs = alone.odd_micro_batches(hf("deep"), {})
-    for step, log_probs in two_ranks.run(rank_steps.odd_micro_batches, hf("deep"), VPP2):
+    for step, log_probs in two_ranks.run(rank_steps.odd_micro_batches, hf("deep"), {**VPP2, "megatron": megatron}):
         assert step.loss == pytest.approx(expected.loss, abs=1e-5)
         assert step.grad_norm == pytest.approx(expected.grad_norm, abs=1e-4)
         for ours, theirs in zip(log_probs, expected_log_probs, strict=True):
@@ -193,6 +196,16 @@ def test_a_layout_that_does_not_fit_is_refused_with_names_and_numbers(make_actor
         ("gpt_oss", {**TP2, "sequence_parallel": True}, ["expert_tensor_parallel_size", "2", "1; each expert of gpt_oss has biases"]),
         ("deep", {**PP2, "megatron": {"num_layers_in_last_pipeline_stage": 4}}, ["num_layers_in_last", "4"]),
         ("deep", {"megatron": {"num_layers_in_last_pipeline_stage": 1}}, ["num_layers_in_last", "pipeline"]),
+        (
+            "deep",
+            {**PP2, "megatron": {"pipeline_model_parallel_layout": "Et|t|ttL"}},
+            ["= 'Et|t|ttL': 4 stages, 2 for each of", "it has 3"],
+        ),
+        (
+            "deep",
+            {**PP2, "virtual_pipeline_model_parallel_size": 1, **FOUR_STAGES},
+            ["pipeline_model_parallel_layout", "2 stages", "it has 4"],
+        ),
         ("qwen3", {"megatron": {"no_such_field": 1}}, ["no_such_field", "unknown"]),
         ("qwen3", {"megatron": {"transformer_impl": "transformer_engine"}}, ["transformer_impl", "not installed"]),
     ]

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from services.trainer.megatron import passes
-from services.trainer.megatron.packed_sequences import WORTHWHILE, least_saved
+from services.trainer.megatron.packed_sequences import WORTHWHILE, least_saved, obstacle
 from services.trainer.objective.loss import PolicyLoss
 from services.trainer.packing import shared_prefixes
 from shared.config.algorithm import AlgorithmSection
@@ -191,3 +191,4 @@ def test_where_beginnings_are_shared(of_kind):
             least_saved("on", config)
     finally:
         config.transformer_impl = "local"
+    assert least_saved("auto", config, drafts=True) is None and "draft layer" in str(obstacle(config, drafts=True))

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from services.trainer.parallel.loss_function import BadLoss
+from services.trainer.parallel.loss_function import BadLoss, MicroBatchesFailed
 from shared.config.trainer_section import LearningRateSchedule
 from tests.unit.trainer.megatron import rank_steps
 from tests.unit.trainer.megatron.rank_steps import exported, share, steps, weighted_loss
@@ -153,6 +153,23 @@ def test_metrics_must_have_the_same_names_in_every_micro_batch(make_actor):
 
     with pytest.raises(BadLoss, match="same metrics"):
         actor.train_step(share(actor, 0), changing)
+
+
+def test_a_last_micro_batch_that_fails_is_reported_where_the_reduction_overlaps_it(make_actor):
+    """Megatron waits for a gradient of each parameter in a step's last micro-batch, also of those that the loss alone reads."""
+    actor = make_actor("qwen3", megatron={"overlap_grad_reduce": True}, recompute=True)
+    last = share(actor, 0)[-1].tokens
+
+    def fails(log_probs, entropy, batch):
+        if torch.equal(batch.tokens.cpu(), last):
+            raise ZeroDivisionError
+        return weighted_loss(log_probs, entropy, batch)
+
+    for _ in range(2):  # Megatron counts the gradients of the first step, and compares those of later ones
+        with pytest.raises(MicroBatchesFailed):
+            actor.train_step(share(actor, 0), fails, need_entropy=True)
+    expected = steps(make_actor("qwen3", recompute=True), 1)
+    assert_steps(steps(actor, 1), expected)
 
 
 @pytest.mark.parametrize("distributed", [True, pytest.param(False, marks=pytest.mark.extra)])
