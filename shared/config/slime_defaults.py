@@ -152,7 +152,7 @@ _OBJECTIVES = ("use_tis", "off_policy", "use_rollout_logprobs", "use_m2po", "pre
 
 
 def defaults(given: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
-    """Returns the fields that have slime's default, for what a command line gives."""
+    """Returns slime's defaults of what a command line leaves open, those of fields that it gives itself too."""
     found = {section: dict(fields) for section, fields in DEFAULTS.items()}
     rollout, trainer, algorithm = (given.get(section, {}) for section in ("rollout", "trainer", "algorithm"))
     if not _runs_ahead(rollout):
@@ -169,9 +169,7 @@ def defaults(given: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, Any]
     if _is_on(trainer.get("colocate")) and not rollout.keys() & {"rollout_num_gpus", "rollout_replicas"}:
         ranks = _count(trainer.get("actor_num_nodes", 1)) * _count(trainer.get("actor_num_gpus_per_node", 1))
         found["rollout"]["rollout_num_gpus"] = ranks
-    return {
-        section: {name: value for name, value in fields.items() if name not in given.get(section, {})} for section, fields in found.items()
-    }
+    return found
 
 
 def _runs_ahead(rollout: Mapping[str, Any]) -> bool:
@@ -205,9 +203,10 @@ def settle_defaults(given: dict[str, dict[str, Any]]) -> list[str]:
     return notes
 
 
-def note(fields: Mapping[str, Mapping[str, Any]]) -> str:
-    """Returns the note that names the defaults that were taken."""
-    words = ", ".join(f"{name} = {shown(value)}" for section in fields.values() for name, value in section.items())
+def note(found: Mapping[str, Mapping[str, Any]], given: Mapping[str, Mapping[str, Any]]) -> str:
+    """Returns the note that names the defaults that are taken, as nothing else is ``given``."""
+    taken = ((name, value) for section, fields in found.items() for name, value in fields.items() if name not in given.get(section, {}))
+    words = ", ".join(f"{name} = {shown(value)}" for name, value in taken)
     return f"slime's defaults hold where they differ from Myxo's and no flag is given: {words}"
 
 

@@ -188,11 +188,6 @@ def test_slimes_defaults_hold_where_no_flag_is_given() -> None:
     assert (config.rollout.rollout_num_gpus, config.rollout.rollout_replicas) == (8, 4)
 
 
-def test_engines_of_a_colocated_run_are_as_many_as_they_are_said_to_be() -> None:
-    given = "--colocate --actor-num-gpus-per-node 8 --rollout-num-gpus 4 --rollout-num-gpus-per-engine 2"
-    assert config_of([*shlex.split(LEAST), *given.split()]).rollout.rollout_replicas == 2
-
-
 @pytest.mark.parametrize(
     ("words", "bound", "correction"),
     [
