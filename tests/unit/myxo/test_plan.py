@@ -10,7 +10,7 @@ from myxo.launch import run_servers
 from myxo.launch.node_launch import node_plan
 from myxo.launch.node_placement import PlacedService, place
 from myxo.launch.service_plan import filled, next_nodes, plan
-from myxo.preflight import Source, _with_all_engines
+from myxo.preflight import _with_all_engines
 from shared.config import devices, flags, slime_defaults
 from shared.config.run_config import RunConfig
 from shared.runtime.errors import ConfigError
