@@ -80,6 +80,21 @@ class GroupRecord:
         """Returns the seconds that its samples took to generate."""
         return self.ended - self.started if self.rewards and self.ended else None
 
+    def figures(self) -> dict[str, Any]:
+        """Returns what lists of groups show and sort by. samples: how many; spread: of their rewards; tokens: of all responses; longest: of
+        one; truncated: samples that ended at their length; forks: samples beyond one a rollout."""
+        shown = ("status", "reason", "dataset", "step", "version", "attempt", "reward", "replica", "seconds", "at")
+        return {
+            **{name: getattr(self, name) for name in shown},
+            "samples": len(self.rewards),
+            "spread": max(self.rewards) - min(self.rewards) if self.rewards else None,
+            "tokens": sum(self.tokens) if self.tokens else None,
+            "longest": max(self.tokens, default=None),
+            "truncated": len(self.truncated),
+            "forks": len(self.rollouts) - len(set(self.rollouts)),
+            "admitted": self.admitted or None,
+        }
+
     def reward_of(self, index: int) -> float | None:
         """Returns the reward of one of the samples, where it has one."""
         return self.rewards[index] if index < len(self.rewards) else None

@@ -158,36 +158,14 @@ INDEXES = "CREATE INDEX groups_changed ON groups (evaluation, changed, name);" +
 _RECORD = TypeAdapter(GroupRecord)  # A group as ``details`` keeps it
 
 
-def group_row(group: GroupRecord) -> tuple[Any, ...]:
+def group_row(group: GroupRecord) -> dict[str, Any]:
     """Returns the row of a group in ``groups``."""
-    rewards, rollouts = group.rewards, group.rollouts
-    return (
-        group.group,
-        group.dataset is not None,
-        group.dataset,
-        group.status,
-        group.reason,
-        group.step,
-        group.version,
-        group.attempt,
-        len(rewards),
-        group.reward,
-        max(rewards) - min(rewards) if rewards else None,
-        sum(group.tokens) if group.tokens else None,
-        max(group.tokens, default=None),
-        len(group.truncated),
-        len(rollouts) - len(set(rollouts)),
-        group.replica,
-        group.seconds,
-        group.admitted or None,
-        group.at,
-        group.changed,
-    )
+    return group.figures() | {"name": group.group, "evaluation": group.dataset is not None, "changed": group.changed}
 
 
 FEW = 5000  # Groups up to which it is quicker to find all that are wanted and sort them than to look for them along an order
-_MARKS = ",".join("?" * 20)
-_PUT_GROUP = f"INSERT OR REPLACE INTO groups VALUES ({_MARKS})"
+_PUT_GROUP = """INSERT OR REPLACE INTO groups VALUES (:name, :evaluation, :dataset, :status, :reason, :step, :version, :attempt, :samples,
+    :reward, :spread, :tokens, :longest, :truncated, :forks, :replica, :seconds, :admitted, :at, :changed)"""
 
 
 @dataclass(frozen=True)

@@ -263,25 +263,20 @@ class SampleAnswer(BaseModel):
 def group_row(group: GroupRecord, durable: bool) -> GroupRow:
     """Returns a group as a line of a list."""
     names = {name for parts in group.parts for name in parts}
-    of = len(group.rewards)
-    return GroupRow(
-        **{name: getattr(group, name) for name in ("group", "status", "dataset", "step", "version", "attempt", "reward", "seconds", "at")},
-        where=safe(group.where()),
-        reason=safe(group.reason),
-        samples=of,
-        rollouts=len(set(group.rollouts)) if group.rollouts else of,
-        rewards=list(group.rewards[:SHOWN_REWARDS]),
-        parts={safe(name): fmean(parts[name] for parts in group.parts if name in parts) for name in sorted(names)},
-        tokens=sum(group.tokens) if group.tokens else None,
-        longest=max(group.tokens, default=None),
-        truncated=len(group.truncated),
-        removed=len(group.removed),
-        oldest=min(group.oldest, default=None),
-        newest=max(group.newest, default=None),
-        replica=safe(group.replica),
-        admitted=group.admitted or None,
-        durable=durable,
-    )
+    own = {
+        "group": group.group,
+        "where": safe(group.where()),
+        "reason": safe(group.reason),
+        "rollouts": len(set(group.rollouts)) if group.rollouts else len(group.rewards),
+        "rewards": group.rewards[:SHOWN_REWARDS],
+        "parts": {safe(name): fmean(parts[name] for parts in group.parts if name in parts) for name in sorted(names)},
+        "removed": len(group.removed),
+        "oldest": min(group.oldest, default=None),
+        "newest": max(group.newest, default=None),
+        "replica": safe(group.replica),
+        "durable": durable,
+    }
+    return GroupRow.model_validate(group.figures() | own)
 
 
 def kind_counts(found: Sequence[Facet], *, evaluation: bool) -> KindCounts:
