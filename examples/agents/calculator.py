@@ -35,7 +35,7 @@ def calculate(expression: str) -> str:
 
 def is_right(answer: str, label: str) -> bool:
     """Whether the last number of an answer is the one that is wanted."""
-    numbers = re.findall(r"-?\d+", answer)
+    numbers = re.findall(r"-?\d*\.?\d+", answer)
     return bool(numbers) and numbers[-1] == label
 
 

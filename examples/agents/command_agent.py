@@ -6,6 +6,7 @@
 import json
 import sys
 
+import calculator
 from openai import OpenAI
 
 
@@ -16,7 +17,7 @@ def main() -> None:
         completion = client.chat.completions.create(model=data["model"], messages=data["messages"])
     answer = completion.choices[0].message.content or ""
     print(f"answered {answer!r}", file=sys.stderr)
-    print(json.dumps({"reward": float(answer.endswith(data["label"])), "length": len(answer)}))
+    print(json.dumps({"reward": float(calculator.is_right(answer, data["label"])), "length": len(answer)}))
 
 
 if __name__ == "__main__":

@@ -4,10 +4,8 @@ The same seed gives the same files. Nothing is downloaded.
 """
 
 import argparse
-import json
 import random
 import sys
-from collections.abc import Iterable
 from pathlib import Path
 
 try:  # as a script, its folder is where imports are found; as examples.arithmetic.prepare it is a package
@@ -43,18 +41,14 @@ def main() -> None:
     train, demonstrated = rest[: options.train], rest[options.train :]
     worked = set(rng.sample(range(len(demonstrated)), round(len(demonstrated) * options.worked)))
     demonstrations = [problems.as_demonstration(problem, number in worked) for number, problem in enumerate(demonstrated)]
-    _write(folder / "heldout.jsonl", map(problems.as_prompt, heldout))
-    _write(folder / "train.jsonl", map(problems.as_prompt, train))
-    _write(folder / "sft.jsonl", demonstrations)
+    tiny_model.write_lines(folder / "heldout.jsonl", map(problems.as_prompt, heldout))
+    tiny_model.write_lines(folder / "train.jsonl", map(problems.as_prompt, train))
+    tiny_model.write_lines(folder / "sft.jsonl", demonstrations)
     parameters = tiny_model.save(folder / "model", seed=options.seed, layers=options.layers, hidden_size=options.hidden_size)
     done.touch()
     print(f"{folder / 'model'}: Qwen3 with {parameters:,} random parameters and a tokenizer of characters")
     print(f"{folder}: {len(train)} problems to train on, {len(heldout)} held out,")
     print(f"  {len(worked)} worked and {len(demonstrations) - len(worked)} plain demonstrations")
-
-
-def _write(path: Path, lines: Iterable[dict[str, str]]) -> None:
-    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
 
 
 def _parser() -> argparse.ArgumentParser:

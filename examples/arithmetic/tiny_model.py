@@ -2,6 +2,7 @@
 
 import json
 import string
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 import torch
@@ -25,6 +26,11 @@ def character_tokenizer() -> Tokenizer:
     tokenizer.decoder = decoders.Fuse()
     tokenizer.add_special_tokens([AddedToken(token, special=True) for token in SPECIAL_TOKENS])
     return tokenizer
+
+
+def write_lines(path: Path, lines: Iterable[Mapping[str, object]]) -> None:
+    """Writes prompts or demonstrations, one JSON object a line."""
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
 
 
 def save(folder: Path, *, seed: int, layers: int, hidden_size: int) -> int:

@@ -36,24 +36,22 @@ async def ask(args, prompt, role):
     )
     sample.response = output["text"]
     sample.role = role
-    args.results_dict[role].append(sample)
-    return sample.response
+    return sample
 
 
 async def run_debate(args, sample):
     args = deepcopy(args)
-    args.sample, args.results_dict = sample, {"solver": [], "judge": []}
+    args.sample = sample
     answers = await asyncio.gather(*(ask(args, sample.prompt, "solver") for _ in range(args.solvers)), return_exceptions=True)
-    answers = [answer for answer in answers if isinstance(answer, str)]
-    solvers = args.results_dict["solver"]
+    solvers = [answer for answer in answers if isinstance(answer, Sample)]
     for one, reward in zip(solvers, await batched_async_rm(args, solvers), strict=True):
         one.reward = reward
 
-    listed = "\n".join(f"{number}: {answer}" for number, answer in enumerate(answers, 1))
-    await ask(args, f"{sample.prompt}\n{listed}\nWhich is right? ", "judge")
-    [judge] = args.results_dict["judge"]
+    numbered = {str(number): one for number, one in enumerate(solvers, 1)}
+    listed = "\n".join(f"{number}: {one.response}" for number, one in numbered.items())
+    judge = await ask(args, f"{sample.prompt}\n{listed}\nWhich is right? ", "judge")
     chosen = judge.response.strip()[:1]
-    judge.reward = solvers[int(chosen) - 1].reward if chosen.isdigit() and 0 < int(chosen) <= len(solvers) else 0
+    judge.reward = numbered[chosen].reward if chosen in numbered else 0
     weight = args.bonus if judge.reward else args.penalty
     for one in (*solvers, judge):
         one.reward = one.reward * weight

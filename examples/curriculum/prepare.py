@@ -1,7 +1,6 @@
 """Makes the example's model, its demonstrations and its held-out sums, one file for each number of digits. Nothing is downloaded."""
 
 import argparse
-import json
 import random
 from pathlib import Path
 
@@ -23,17 +22,12 @@ def main() -> None:
     dice = random.Random(options.seed)
     for digits in range(1, MOST_DIGITS + 1):
         problems = [Problem(*operands(dice, digits)) for _ in range(options.heldout)]
-        write(options.folder / f"heldout_{digits}.jsonl", [as_prompt(problem) for problem in problems])
+        tiny_model.write_lines(options.folder / f"heldout_{digits}.jsonl", [as_prompt(problem) for problem in problems])
     lengths = range(1, MOST_DIGITS + 1)  # longer ones take more showing
     sampled = [Problem(*operands(dice, digits)) for digits in dice.choices(lengths, lengths, k=options.demonstrations)]
-    write(options.folder / "sft.jsonl", [as_demonstration(problem, dice.random() < options.worked) for problem in sampled])
+    tiny_model.write_lines(options.folder / "sft.jsonl", [as_demonstration(problem, dice.random() < options.worked) for problem in sampled])
     parameters = tiny_model.save(options.folder / "model", seed=options.seed, layers=2, hidden_size=128)
     print(f"{options.folder}: a model of {parameters:,} parameters, {len(sampled)} demonstrations of sums of 1 to {MOST_DIGITS} digits")
-
-
-def write(path: Path, lines: list[dict[str, str]]) -> None:
-    """Writes one JSON object a line."""
-    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
 
 
 if __name__ == "__main__":

@@ -6,7 +6,6 @@ guess at once. No model can know the colour of a thing that it is asked for; the
 
 import argparse
 import itertools
-import json
 import random
 from pathlib import Path
 
@@ -52,18 +51,13 @@ def main() -> None:
     things = [(name, dice.choice(COLOURS)) for name in dice.sample(NAMES, len(NAMES))]
     asked, shown = things[: options.train + options.heldout], things[options.train + options.heldout :]
     lines = [{"prompt": question(name), "label": colour} for name, colour in asked]
-    write(options.folder / "train.jsonl", lines[: options.train])
-    write(options.folder / "heldout.jsonl", lines[options.train :])
-    write(options.folder / "documents.jsonl", [{"text": document(*thing)} for thing in asked])
+    tiny_model.write_lines(options.folder / "train.jsonl", lines[: options.train])
+    tiny_model.write_lines(options.folder / "heldout.jsonl", lines[options.train :])
+    tiny_model.write_lines(options.folder / "documents.jsonl", [{"text": document(*thing)} for thing in asked])
     turns = [turn for thing in shown for turn in demonstrations(*thing, dice.random() < options.searching)]
-    write(options.folder / "sft.jsonl", turns)
+    tiny_model.write_lines(options.folder / "sft.jsonl", turns)
     parameters = tiny_model.save(options.folder / "model", seed=options.seed, layers=2, hidden_size=128)
     print(f"{options.folder}: a model of {parameters:,} parameters, {len(asked)} questions, {len(turns)} demonstrated turns")
-
-
-def write(path: Path, lines: list[dict[str, str]]) -> None:
-    """Writes one JSON object a line."""
-    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
 
 
 if __name__ == "__main__":

@@ -48,7 +48,8 @@ async def run(data: dict[str, Any], base_url: str, api_key: str) -> dict[str, fl
                 break
             searches += len(found)
             messages += found
-    right = text.strip().endswith(data["label"])
+    label = data["label"].split()
+    right = text.split()[-len(label) :] == label
     return {"reward": right * max(0.0, 1 - SEARCH_COSTS * searches), "right": float(right), "searches": float(searches)}
 
 

@@ -1,7 +1,6 @@
 """Makes the guessing game's model and data. Its demonstrations show two ways to play, and not which one pays."""
 
 import argparse
-import json
 import random
 from pathlib import Path
 
@@ -22,9 +21,10 @@ def main() -> None:
     options.folder.mkdir(parents=True, exist_ok=True)
     dice = random.Random(options.seed)
     prompts = [{"prompt": PROMPT, "metadata": {"number": number, "largest": LARGEST}} for number in range(LARGEST + 1)]
-    write(options.folder / "train.jsonl", prompts)
-    write(options.folder / "heldout.jsonl", prompts)
-    write(options.folder / "sft.jsonl", [demonstration(dice, dice.random() < options.halving) for _ in range(options.demonstrations)])
+    tiny_model.write_lines(options.folder / "train.jsonl", prompts)
+    tiny_model.write_lines(options.folder / "heldout.jsonl", prompts)
+    guesses = [demonstration(dice, dice.random() < options.halving) for _ in range(options.demonstrations)]
+    tiny_model.write_lines(options.folder / "sft.jsonl", guesses)
     parameters = tiny_model.save(options.folder / "model", seed=options.seed, layers=2, hidden_size=128)
     print(f"{options.folder}: a model of {parameters:,} parameters, {len(prompts)} games, {options.demonstrations} demonstrated guesses")
 
@@ -43,11 +43,6 @@ def demonstration(dice: random.Random, halves: bool) -> dict[str, str]:
 
 def _guess(dice: random.Random, halves: bool, low: int, high: int) -> int:
     return (low + high + dice.randint(0, 1)) // 2 if halves else dice.randint(0, LARGEST)
-
-
-def write(path: Path, lines: list[dict[str, object]] | list[dict[str, str]]) -> None:
-    """Writes one JSON object a line."""
-    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
 
 
 if __name__ == "__main__":

@@ -1,8 +1,13 @@
 """The examples' functions, called as services call them."""
 
+import asyncio
+import io
 import json
+import runpy
+import sys
 from collections.abc import Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -10,13 +15,14 @@ import pytest
 import torch
 
 from examples.hooks import arithmetic, objective
+from examples.search import search_agent
 from services.reward.custom_functions import KEEP, REMOVE, SCORE, SEE, Functions
 from services.trainer.objective.correction import Statistics
 from services.trainer.objective.custom_objective import CustomFunctions, CustomLoss
 from services.trainer.objective.loss import PolicyLoss, loss_of
 from services.trainer.objective.reduce import denominator, sample_weights
 from services.trainer.packing import PackedBatch, pack, spread
-from shared.hooks import HookSample
+from shared.hooks import HookSample, load
 from shared.rewards.reward_advantage import reward_advantages
 from shared.schema.sample import Sample
 from tests.support.run_config import run_config
@@ -118,3 +124,97 @@ def log_probs(batch: PackedBatch, of_samples: list[list[float]]) -> torch.Tensor
     values = torch.zeros(batch.tokens.shape)
     values[batch.loss_mask > 0] = torch.tensor([value for row in of_samples for value in row])
     return values.requires_grad_()
+
+
+# --- agents score what was said last, whole; a debate's judge is paid for the solver whom it names
+
+
+class Said:
+    """A client of OpenAI's, with and without ``async``, whose model says one thing."""
+
+    def __init__(self, text: str) -> None:
+        message = SimpleNamespace(content=text, tool_calls=None, model_dump=lambda **_: {})
+        self._answer = SimpleNamespace(choices=[SimpleNamespace(message=message)])
+        self.chat = SimpleNamespace(completions=self)
+
+    def __call__(self, **_: object) -> "Said":
+        return self
+
+    def __enter__(self) -> "Said":
+        return self
+
+    def __exit__(self, *_: object) -> None: ...
+
+    def create(self, **_: object) -> Any:
+        return self._answer
+
+
+class SaidLater(Said):
+    async def __aenter__(self) -> "Said":
+        return self
+
+    async def __aexit__(self, *_: object) -> None: ...
+
+    async def create(self, **_: object) -> Any:
+        return self._answer
+
+
+ASKED = {"model": "policy", "messages": [], "options": {}}
+
+
+@table(
+    ("said", "label", "right"),
+    [
+        ("5", "5", 1.0),
+        ("(02 04)42", "42", 1.0),
+        ("it is -3.", "-3", 1.0),
+        ("15", "5", 0.0),
+        ("2.5", "5", 0.0),
+        ("-5", "5", 0.0),
+        ("", "5", 0.0),
+    ],
+)
+def test_a_command_rewards_the_last_number_and_no_end_of_it(
+    said: str, label: str, right: float, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("openai.OpenAI", Said(said))
+    monkeypatch.setattr(sys, "stdin", io.StringIO(json.dumps({**ASKED, "label": label})))
+    monkeypatch.syspath_prepend("examples/agents")
+    runpy.run_path("examples/agents/command_agent.py", run_name="__main__")
+    assert json.loads(capsys.readouterr().out) == {"reward": right, "length": len(said)}
+
+
+@pytest.mark.parametrize(
+    ("said", "label", "right"),
+    [("it is red", "red", 1.0), ("in New  York\n", "New York", 1.0), ("infrared", "red", 0.0), ("York", "New York", 0.0), ("", "red", 0.0)],
+)
+async def test_a_searched_answer_ends_with_the_words_of_its_label(
+    said: str, label: str, right: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(search_agent, "AsyncOpenAI", SaidLater(said))
+    assert (await search_agent.run({**ASKED, "label": label}, "", ""))["right"] == right
+
+
+@pytest.mark.parametrize(("choice", "reward"), [("1", 1.5), ("2", 0.0), ("²", 0.0), ("3", 0.0), ("none", 0.0)])
+async def test_a_judge_has_the_reward_of_the_answer_that_it_read_under_its_number(
+    choice: str, reward: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    load("custom_generate_function_path", "examples.compat.debate.generate_with_debate")  # as a worker does: slime's names are there
+    debate = sys.modules["examples.compat.debate"]
+    later = asyncio.Event()
+    answers = iter([("42", later), ("7", None), (choice, None)])
+
+    async def post(url: str, payload: Any) -> Any:
+        text, waits = next(answers)
+        await waits.wait() if waits else later.set()  # the first one asked answers last
+        tokens = [[-1.0, ord(letter)] for letter in text]
+        return {"text": text, "meta_info": {"output_token_logprobs": tokens, "finish_reason": {"type": "stop"}}}
+
+    monkeypatch.setattr(debate, "post", post)
+    args = SimpleNamespace(solvers=2, bonus=1.5, penalty=0.5, rollout_max_context_len=None, sampling_params={})
+    args.sglang_router_ip, args.sglang_router_port = "router", 1
+    args.tokenizer = lambda text, **_: {"input_ids": [ord(letter) for letter in text]}
+    args.custom_rm_path, args.rm_type, args.rm_url = None, "exact", None
+    samples = await debate.run_debate(args, HookSample(prompt="40+2=", label="42"))
+    assert [(one.role, one.response, one.reward > 0) for one in samples[:2]] == [("solver", "42", True), ("solver", "7", False)]
+    assert samples[2].prompt == "40+2=\n1: 42\n2: 7\nWhich is right? " and (samples[2].role, samples[2].reward) == ("judge", reward)

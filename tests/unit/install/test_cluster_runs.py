@@ -137,6 +137,10 @@ def ran(words: str, **environment: object) -> subprocess.CompletedProcess[str]:
     return subprocess.run(["bash", "-c", f"{functions}\n{words}"], capture_output=True, text=True, env=given, timeout=120, check=False)
 
 
+def test_the_trainer_has_the_seconds_that_are_given_for_its_checkpoint() -> None:
+    assert [ran('echo "$SAVE_SECONDS"', **given).stdout for given in ({}, {"MYXO_SAVE_SECONDS": 900})] == ["120\n", "900\n"]
+
+
 def test_services_of_a_node_share_no_port(tmp_path: Path) -> None:
     words = 'keep() { echo "$MYXO_HTTP"; }; service 0 buffer buffer-0 - services.buffer; service 0 reward reward-0 - services.reward'
     assert ran(words, MYXO_HTTP="0.0.0.0:9464", MYXO_STATE=tmp_path).stdout.split() == ["0.0.0.0:0"] * 2

@@ -53,6 +53,23 @@ def test_a_stop_gives_trainers_as_long_as_a_stop_of_myxo_up() -> None:
     assert {services[name]["stop_grace_period"] for name in TRAINERS} == {f"{SAVE_SECONDS:.0f}s"}
 
 
+def test_who_reads_what_accounts_writes_is_restarted_where_it_is_written_anew() -> None:
+    after = {
+        name: service["depends_on"]
+        for name, service in read("compose.yaml")["services"].items()
+        if "accounts" in str(service.get("depends_on"))
+    }
+    changed = {"accounts": {"condition": "service_completed_successfully", "restart": True}}
+    assert after == dict.fromkeys(("nats", "redis", "router"), changed)
+
+
+def test_a_function_that_submit_finds_is_where_it_is_called() -> None:
+    services = read("compose.yaml")["services"]
+    for name in ("submit", "buffer", "reward", "rollout", "trainer", "critic"):
+        places = str(services[name]["volumes"])
+        assert "../../examples:/myxo/examples:ro" in places and "runs:/myxo/runs" in places, name
+
+
 def test_sandboxes_are_allowed_to_the_reward_service_alone_and_without_rights() -> None:
     """Compose adds the lists of both files together."""
     [(service, changed)] = read("compose.sandbox.yaml")["services"].items()
