@@ -46,6 +46,17 @@ def refresh() -> None:
         _refresh(method, layer, rearrange)
 
 
+def keep_beside_weights(model: torch.nn.Module) -> None:
+    """Makes buffers of what lies beside quantized weights and comes with no push: the scales of 8-bit keys and values, and what CUTLASS
+    reads of experts. SGLang keeps a model's buffers alone while the weights' memory is released."""
+    for module in model.modules():
+        beside: dict[str, Any] = {name: module._parameters.pop(name) for name in ("k_scale", "v_scale") if name in module._parameters}
+        if getattr(method := getattr(module, "quant_method", None), "_cutlass_buffers_ready", False):
+            beside |= {f"cutlass_{name}": one for name, one in vars(method).items() if isinstance(one, torch.Tensor)}
+        for name, tensor in beside.items():
+            module.register_buffer(name, tensor, persistent=False)
+
+
 def _compute_with_copies(kind: Any, apply: str, rearrange: Any = None, compute: Any = None) -> None:
     rearrange, compute = rearrange or kind.process_weights_after_loading, compute or getattr(kind, apply)
 
@@ -65,12 +76,12 @@ def _compute_with_copies(kind: Any, apply: str, rearrange: Any = None, compute: 
 
 @torch.no_grad()
 def _refresh(method: Any, layer: Any, rearrange: Callable[[Any, Any], None]) -> None:
-    own = dict(vars(method))  # workspaces among them, which CUDA graphs know as well
+    own, held = dict(vars(method)), vars(layer)[COPY]  # workspaces among them, which CUDA graphs know as well, and must be zeros
     made = _rearranged(method, layer, rearrange)
+    for old, new in ((own, vars(method)), (vars(held), vars(made)), (held._parameters, made._parameters)):
+        for name in (name for name, tensor in old.items() if isinstance(tensor, torch.Tensor)):
+            old[name].data.copy_(new[name])
     vars(method).update(own)
-    for name, parameter in vars(layer)[COPY]._parameters.items():
-        if parameter is not None:
-            parameter.data.copy_(made._parameters[name])
 
 
 def _rearranged(method: Any, layer: Any, rearrange: Callable[[Any, Any], None]) -> Any:

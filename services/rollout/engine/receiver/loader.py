@@ -253,8 +253,8 @@ def load(model: Any, tensors: Iterable[object]) -> None:
             loaded = WithDraft(model, draft) if own else model
             streams, refresh = computing_streams(scheduler), quantized_layers.refresh
             receiver = Receiver(loaded, _rank(), device, _model_path(), streams, gate.closed, forget_pictures, refresh)
-            for as_trained in (norm_as_trained, hear_as_trained, watch_as_trained, add_as_trained):
-                as_trained(model)
+            for change in (norm_as_trained, hear_as_trained, watch_as_trained, add_as_trained, quantized_layers.keep_beside_weights):
+                change(model)
             load_stages_together(scheduler)
             gate.install(scheduler)
             if not find_ends_of_aborted(_request_class()):
