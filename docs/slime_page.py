@@ -66,8 +66,8 @@ twice the last counts, and that is reported. A switch that is on by default is t
 | `--ref-load …_torch_dist` | It is taken for a conversion of `--hf-checkpoint` and not read. |
 | `--save DIR` | The run's directory is `DIR/NAME`, with the state of every service. Beside a CONFIG file only the trainer writes there. |
 | `--load DIR` | The newest run in `DIR` continues, or one begins; `--fresh` begins anew. Beside a CONFIG file or a name it is not read. |
-| `--rollout-num-gpus` | By `--rollout-num-gpus-per-engine` it gives the engines; without it they fill the GPUs that there are. |
-| `--rollout-num-gpus --colocate` | Without effect, as with slime: all GPUs are the engines', too. `--rollout-replicas` takes fewer. |
+| `--rollout-num-gpus` | By `--rollout-num-gpus-per-engine` it gives the engines; without it they fill the GPUs that there are. \
+With `--colocate` at most the trainer's. |
 | `--custom-config-path FILE` | Its keys, fields and flags, stand over all flags; the rest are attributes of `args` for your functions. |
 | `--num-gpus-per-node` | An engine's GPUs over these are its nodes, `--sglang-nnodes`, where that is not given. |
 | `--wandb-key` | `WANDB_API_KEY` in the environment: the config holds no secrets. |
@@ -79,12 +79,14 @@ twice the last counts, and that is reported. A switch that is on by default is t
 ## What differs
 
 - **slime's defaults hold for `myxo train` without a file, where they decide what is trained**: DEFAULTS. Batches are made and trained in
-  turn (`--max-staleness 0`), without an importance weight (`--no-use-tis`), the KL of the loss is `k1`, and the engines of a colocated
-  run take all its GPUs. Everything else has Myxo's defaults: how many ranks and engines, what is kept and what is
-  written. A TOML file has Myxo's own.
+  turn (`--max-staleness 0`), without an importance weight (`--no-use-tis`), the KL of the loss is `k1`, that of draft layers weighs
+  0.2 (`--mtp-loss-scaling-factor`), and the engines of a colocated run take all its GPUs. Everything else has Myxo's defaults: how many
+  ranks and engines, what is kept and what is written. A TOML file has Myxo's own.
 - **To overlap generation and training**, as `train_async.py` does, give `--max-staleness 1` or more, or name slime's fully asynchronous
   function. With these, and with `--partial-rollout`, the loss has an importance weight (`--use-tis`) unless you say otherwise, and the
-  start says so: [staleness.md](staleness.md).
+  start says so: [staleness.md](staleness.md). `--mask-offpolicy-in-partial-rollout` keeps to `--max-staleness 0`, and needs none.
+- **Router biases** keep the checkpoint's values unless `--moe-router-bias-update-rate` says otherwise; Megatron moves them by 0.001 a step,
+  and the start names the difference.
 - **What slime refuses at its start is refused** for `myxo train` without a file, too: REINFORCE++ without `--normalize-advantages`, both
   lists of parameters, deltas of weights without `--update-weight-transport disk` or with `--colocate`. A TOML file may have these.
   `--kl-loss-coef` without `--use-kl-loss` changes nothing, as with slime, and that is reported.

@@ -397,8 +397,8 @@ def train_source(path: Path | None, words: list[str], *, fresh: bool = False, no
             given.typed |= {field: f"{file}: {field.partition('.')[2]}" for field, file in layers.origins.items()}
             given.notes += slime_defaults.settle_defaults(given.overrides)
             defaults = slime_defaults.defaults(given.overrides)
+            given.notes.append(slime_defaults.note(defaults, given.overrides))
             given.overrides = over(defaults, over(_REQUIRED, given.overrides))
-            given.notes.append(slime_defaults.note(defaults))
             model = Path(str(given.overrides.get("model", {}).get("hf_checkpoint", "run"))).name.partition("@")[0]
             plain = re.sub(r"[^a-z0-9_-]+", "-", model.lower()).strip("-_")[:LONGEST_MODEL_NAME] or "run"
             given.overrides["run"].setdefault("name", f"{plain}-{now or datetime.now():%Y%m%d-%H%M%S}")

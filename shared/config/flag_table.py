@@ -140,12 +140,6 @@ _RENAMED = (
         sets=lambda given: {"offload_train": True, "offload_rollout": True} if given else {},
     ),
     Flag(
-        "release_train",
-        "switch",
-        "--offload-train: the trainer gives its GPUs' memory back between steps, and stays alive",
-        sets=lambda given: {"offload_train": True} if given else {},
-    ),
-    Flag(
         "partial_rollout",
         "switch",
         "--staleness-policy continue: generation continues under the next weights, up to --max-staleness; --off-policy corrects the loss",
@@ -206,6 +200,7 @@ _NO_OPS: dict[str, tuple[str, ...]] = {
     "qwen_gdn_backend": ("text", "kernels follow from the machine", "fla", "flashqla"),
     "allgather_cp": ("switch", "context parallelism splits packed sequences in its own way; the values are the same"),
     "freeze_indexer": ("switch", "an indexer keeps the weights of --hf-checkpoint; a policy's loss gives it no gradient"),
+    "release_train": ("switch", "the trainer stays alive, and gives its GPUs' memory to engines that share them, --colocate"),
     "use_fault_tolerance": ("switch", "engines and services that die are always started again"),
     "rollout_health_check_interval": ("float", "services are watched by their heartbeats, see --registry-ttl"),
     "rollout_health_check_timeout": ("float", "an engine's answers have the deadline --generate-timeout"),

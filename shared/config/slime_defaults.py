@@ -152,7 +152,7 @@ _OBJECTIVES = ("use_tis", "off_policy", "use_rollout_logprobs", "use_m2po", "pre
 
 
 def defaults(given: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
-    """Returns the fields that have slime's default, for what a command line gives."""
+    """Returns slime's defaults of what a command line leaves open, those of fields that it gives itself too."""
     found = {section: dict(fields) for section, fields in DEFAULTS.items()}
     rollout, trainer, algorithm = (given.get(section, {}) for section in ("rollout", "trainer", "algorithm"))
     if not _runs_ahead(rollout):
@@ -162,20 +162,22 @@ def defaults(given: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, Any]
     named = map(str, preset if isinstance(preset := algorithm.get("preset", []), list) else [preset])
     if algorithm.keys() & {"use_kl_loss", "kl_loss_coef"} and not any("kl_loss_type" in presets.PRESETS.get(name, {}) for name in named):
         found.setdefault("algorithm", {})["kl_loss_type"] = "k1"
+    if _is_on(trainer.get("enable_mtp_training")):
+        found["trainer"]["mtp_loss_scaling_factor"] = 0.2
     if not given.get("reward", {}).keys() & {"rm_type", "custom_rm_path"}:
         found["reward"] = {"rm_type": GIVEN}
     if _is_on(trainer.get("colocate")) and not rollout.keys() & {"rollout_num_gpus", "rollout_replicas"}:
         ranks = _count(trainer.get("actor_num_nodes", 1)) * _count(trainer.get("actor_num_gpus_per_node", 1))
         found["rollout"]["rollout_num_gpus"] = ranks
-    return {
-        section: {name: value for name, value in fields.items() if name not in given.get(section, {})} for section, fields in found.items()
-    }
+    return found
 
 
 def _runs_ahead(rollout: Mapping[str, Any]) -> bool:
     """Returns whether samples may be of older weights than those that are trained."""
+    if (bound := rollout.get("max_staleness")) is not None:
+        return str(bound) != "0"
     is_async = _dotted(rollout.get("rollout_function_path")) == FULLY_ASYNC
-    return is_async or bool({"staleness_policy", "max_staleness"} & rollout.keys())
+    return is_async or rollout.get("staleness_policy", "mask") != "mask"  # slime masks whatever is of older weights
 
 
 def _leaves_correction_open(algorithm: Mapping[str, Any]) -> bool:
@@ -185,7 +187,7 @@ def _leaves_correction_open(algorithm: Mapping[str, Any]) -> bool:
 def settle_defaults(given: dict[str, dict[str, Any]]) -> list[str]:
     """Takes out of a command line what is without effect in slime; returns the lines for the user, of what slime does not do as well."""
     algorithm, rollout, notes = given.get("algorithm", {}), given.get("rollout", {}), list[str]()
-    if _runs_ahead(rollout) and str(rollout.get("max_staleness")) != "0" and _leaves_correction_open(algorithm):
+    if _runs_ahead(rollout) and _leaves_correction_open(algorithm):
         weight = f"an importance weight within {algorithm.get('tis_clip_low', 0)} to {algorithm.get('tis_clip', 2)}"
         notes.append(
             f"rollouts run ahead of training, and the loss corrects for it by --off-policy decoupled, {weight}; slime has none: "
@@ -195,14 +197,16 @@ def settle_defaults(given: dict[str, dict[str, Any]]) -> list[str]:
     if coefficient is not None and not _is_on(algorithm.get("use_kl_loss")) and _is_above_zero(coefficient):
         del algorithm["kl_loss_coef"]
         notes.append(f"--kl-loss-coef {coefficient} changes nothing without --use-kl-loss, as with slime")
-    if _is_on(given.get("trainer", {}).get("colocate")) and "rollout_num_gpus" in rollout and "rollout_replicas" not in rollout:
-        notes.append(f"--rollout-num-gpus {rollout.pop('rollout_num_gpus')} changes nothing with --colocate, as with slime: all are taken")
+    megatron = given.get("trainer", {}).get("megatron")
+    if isinstance(megatron, dict) and megatron.get("moe_router_enable_expert_bias") and "moe_router_bias_update_rate" not in megatron:
+        notes.append("router biases keep the checkpoint's values; slime moves them, unless told --moe-router-bias-update-rate 0: by 0.001")
     return notes
 
 
-def note(fields: Mapping[str, Mapping[str, Any]]) -> str:
-    """Returns the note that names the defaults that were taken."""
-    words = ", ".join(f"{name} = {shown(value)}" for section in fields.values() for name, value in section.items())
+def note(found: Mapping[str, Mapping[str, Any]], given: Mapping[str, Mapping[str, Any]]) -> str:
+    """Returns the note that names the defaults that are taken, as nothing else is ``given``."""
+    taken = ((name, value) for section, fields in found.items() for name, value in fields.items() if name not in given.get(section, {}))
+    words = ", ".join(f"{name} = {shown(value)}" for name, value in taken)
     return f"slime's defaults hold where they differ from Myxo's and no flag is given: {words}"
 
 

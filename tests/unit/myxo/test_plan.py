@@ -10,7 +10,7 @@ from myxo.launch import run_servers
 from myxo.launch.node_launch import node_plan
 from myxo.launch.node_placement import PlacedService, place
 from myxo.launch.service_plan import filled, next_nodes, plan
-from myxo.preflight import Source, _with_all_engines
+from myxo.preflight import _with_all_engines
 from shared.config import devices, flags, slime_defaults
 from shared.config.run_config import RunConfig
 from shared.runtime.errors import ConfigError
@@ -313,9 +313,9 @@ def test_only_the_gpus_that_may_be_seen_are_filled(tmp_path: Path, monkeypatch: 
 
 
 def test_slimes_command_line_has_all_gpus_of_a_colocated_trainer() -> None:
-    words = ["--colocate", "--rollout-num-gpus", "4", "--actor-num-gpus-per-node", "8"]
-    given = Source(None, flags.read(words)).given.overrides
-    assert "all are taken" in slime_defaults.settle_defaults(given)[0]
-    assert slime_defaults.defaults(given)["rollout"]["rollout_num_gpus"] == 8
-    given = flags.read([*words, "--rollout-replicas", "2"]).overrides
-    assert not slime_defaults.settle_defaults(given) and "rollout_num_gpus" not in slime_defaults.defaults(given)["rollout"]
+    words = ["--colocate", "--actor-num-gpus-per-node", "8"]
+    assert slime_defaults.defaults(flags.parse(words))["rollout"]["rollout_num_gpus"] == 8
+    for fewer in (["--rollout-num-gpus", "4"], ["--rollout-replicas", "2"]):
+        given = flags.parse([*words, *fewer])
+        assert not slime_defaults.settle_defaults(given) and "rollout_num_gpus" not in slime_defaults.defaults(given)["rollout"]
+        assert fewer[1] in given["rollout"].values()

@@ -180,11 +180,36 @@ def test_slimes_defaults_hold_where_no_flag_is_given() -> None:
     engine = [*shlex.split(LEAST), "--rollout-num-gpus-per-engine", "16"]
     assert config_of(engine).rollout.nodes_per_engine == 2
     assert config_of([*engine, "--num-gpus-per-node", "4"]).rollout.nodes_per_engine == 4
+    assert config_of([*engine, "--enable-mtp-training", "--mtp-num-layers", "1"]).trainer.mtp_loss_scaling_factor == 0.2
     given = "--label-key answer --adam-beta2 0.98 --max-staleness 2 --use-kl-loss --colocate --actor-num-gpus-per-node 8 --use-tis"
     config = config_of([*shlex.split(LEAST), *given.split(), "--rollout-num-gpus-per-engine", "2"])
     assert (config.data.label_key, config.trainer.adam_beta2, config.rollout.max_staleness) == ("answer", 0.98, 2)
     assert (config.algorithm.correction, config.algorithm.kl_loss_type) == ("decoupled", "k1")
     assert (config.rollout.rollout_num_gpus, config.rollout.rollout_replicas) == (8, 4)
+
+
+@pytest.mark.parametrize(
+    ("words", "bound", "correction"),
+    [
+        ("--partial-rollout --mask-offpolicy-in-partial-rollout", 0, "none"),  # tokens of the present weights alone are trained
+        ("--partial-rollout --mask-offpolicy-in-partial-rollout --max-staleness 2", 2, "decoupled"),
+        ("--partial-rollout", 1, "decoupled"),
+        ("--partial-rollout --max-staleness 0", 0, "none"),
+        ("--max-staleness 0", 0, "none"),
+    ],
+)
+def test_what_is_of_the_present_weights_alone_has_no_importance_weight(words: str, bound: int, correction: str) -> None:
+    config = config_of([*shlex.split(LEAST), *words.split()])
+    assert (config.rollout.max_staleness, config.algorithm.correction) == (bound, correction)
+
+
+def test_biases_of_routers_that_slime_would_move_are_told() -> None:
+    def said(words: str) -> bool:
+        given = up.train_source(None, [*shlex.split(LEAST), *words.split()], now=NOW)[1]
+        return any("router biases keep the checkpoint's values" in note for note in given.notes)
+
+    assert said("--moe-router-enable-expert-bias")
+    assert not any(map(said, ("", "--moe-router-enable-expert-bias --moe-router-bias-update-rate 0", "--no-moe-router-enable-expert-bias")))
 
 
 def notes(words: str) -> str:

@@ -260,6 +260,7 @@ def test_what_slime_asserts_is_refused(words: str, flag: str, says: str) -> None
         "--save-debug-rollout-data /tmp/one.pt --num-rollout 1",
         "--colocate --rollout-num-gpus 8 --load-debug-rollout-data /no/dump.pt",  # nobody generates: no engine has to fit
         "--sglang-router-policy round_robin --router-policy cache_aware",
+        "--release-train --save /no/s --update-weight-mode full --update-weight-transport disk --update-weight-disk-dir /tmp",
         "--custom-generate-function-path slime.rollout.sglang_streaming_rollout.generate_streaming",
     ],
 )
