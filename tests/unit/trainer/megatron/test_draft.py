@@ -95,6 +95,7 @@ def test_loss_and_gradients_are_those_of_single_sequences_in_transformers(kind, 
     mask = batch.loss_mask * (torch.arange(len(batch.loss_mask)) % 3 > 0)
     batch.loss_mask.copy_(mask)
     model = rank_steps.actor(drafted(kind), clip_grad=0.0, **ON)
+    assert model.model.least_saved is None and "draft layer" in model.backend.unshared  # which the start logs
     step = model.train_step([batch], rank_steps.weighted_loss, need_entropy=True)
     loss, expected = reference(drafted(kind), tmp_path / "whole", seqs, mask.split([len(s) for s in seqs]))
     assert step.metrics["mtp_loss"] == pytest.approx(loss, rel=1e-5)
