@@ -36,7 +36,7 @@ def keeps_prefixes(config: RunConfig, device: str, *, answers_are_read: bool) ->
     separable = config.rollout.in_flight_on_push != "retract" and answers_are_read
     reproducible = config.rollout.seeded  # a prefix that is there or not may change a last bit
     # to look a prefix up costs more than to compute it, for a single turn of a model that a CPU can serve
-    worth_it = device == "cuda" or config.has_agents
+    worth_it = device == "cuda" or config.has_agents or bool(config.rollout.engine_flags.get("enable-hierarchical-cache"))
     return separable and worth_it and not reproducible
 
 

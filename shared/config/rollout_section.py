@@ -176,6 +176,16 @@ class RolloutSection(Section):
             "off with external_engines, or where sglang turns enable-deterministic-inference off",
         ),
         Rule(
+            "sglang",
+            lambda rollout, _: (
+                not (rollout.external_engines or rollout.engine_flags.get("disable-radix-cache") is False)
+                and rollout.engine_flags.get("enable-hierarchical-cache")
+                and (rollout.seeded or rollout.in_flight_on_push == "retract")
+            ),
+            "disable-radix-cache = false beside enable-hierarchical-cache: engines keep no prefixes with in_flight_on_push = retract, nor "
+            "with deterministic inference, unless it says so",
+        ),
+        Rule(
             "rollout_precision",
             lambda rollout, given: given != "checkpoint" and rollout.external_engines,
             "checkpoint with external_engines: they serve the checkpoint that they were started with; name that in hf_checkpoint",

@@ -205,6 +205,7 @@ AGENT: dict[str, Any] = {"agent": "package.module:run"}
         ({"in_flight_on_push": "retract"}, "cuda", True, False),
         ({}, "cuda", False, False),
         ({"sglang": {"enable-deterministic-inference": True}}, "cuda", True, False),
+        ({"sglang": {"enable-hierarchical-cache": True}}, "cpu", True, True),
     ],
 )
 def test_prefixes_are_kept_where_versions_can_be_told_apart(

@@ -249,6 +249,11 @@ def test_a_value_out_of_range_is_refused_by_name_and_value(tmp_path: Path, secti
         ),
         ({"rollout": {"over_sampling_batch_size": 1}}, "rollout.over_sampling_batch_size", "1 groups do not fill a batch"),
         ({"rollout": {"rollout_window": 4}}, "rollout.rollout_window", "belongs to rollout_order = windowed_fifo, not to completion"),
+        (
+            {"rollout": {"in_flight_on_push": "retract", "sglang": {"enable_hierarchical_cache": True}}},
+            "rollout.sglang",
+            "disable-radix-cache = false beside enable-hierarchical-cache",
+        ),
         ({"rollout": {"rollout_order": "windowed_fifo", "rollout_window": 1}}, "rollout.rollout_window", "1 groups do not fill a batch"),
         ({"reward": {"group_rm": True}}, "reward.group_rm", "needs custom_rm_path"),
         ({"trainer": {"offload_train": True}}, "trainer.offload_train", "belongs to colocate = true"),
