@@ -151,8 +151,11 @@ def _translated(flag: str, name: str, own: list[str] | None, rest: list[str], gi
 
 def _hint(flag: str) -> str:
     """Returns which flag is meant by an unknown one: of the config, slime's, or else Megatron's."""
-    if (field := flag_table.of_others("fields").get(flag.removeprefix("--").replace("-", "_"))) is not None:
+    name = flag.removeprefix("--").replace("-", "_")
+    if (field := flag_table.of_others("fields").get(name)) is not None:
         return f"did you mean --{field.replace('_', '-')}?"
+    if (instead := flag_table.refusal(name)) is not None:
+        return instead
     slimes, megatrons = ([f"--{name.replace('_', '-')}" for name in names] for names in (flag_table.SLIME, flag_table.names()))
     meant = near(flag, [*flags(), *slimes]) or near(flag, megatrons)
     return f"did you mean {meant}?" if meant else "`myxo up --help` lists all, `myxo flags` Megatron's"

@@ -2,6 +2,7 @@
 
 import math
 import os
+import re
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,7 +16,8 @@ from myxo.preflight import data_checks, model_checks
 from myxo.preflight.inspection import Inspection
 from services.rollout.agent_runner import agent_workers
 from shared.bus import runs
-from shared.config import flag_table
+from shared.config import flag_table, flags
+from shared.config.config_layers import known_fields
 from shared.config.config_reading import load, parse
 from shared.config.run_config import RunConfig, changes, field_sections, section_model
 from shared.config.section import Section
@@ -591,8 +593,30 @@ def test_gateways_and_agents_processes_follow_the_cores(
 def test_names_of_other_projects_lead_to_fields_and_sections_and_are_none_of_ours() -> None:
     fields, sections = flag_table.of_others("fields"), flag_table.of_others("sections")
     assert set(fields.values()) <= set(field_sections()) and set(sections.values()) <= set(RunConfig.model_fields)
-    assert not [name for name in fields if name in field_sections() or flag_table.of_slime(name) or name in flag_table.spellings()]
+    told = flag_table.of_others("sentences")
+    assert not told.keys() & fields.keys() and all(set(re.findall(r"\w+_\w+", said)) <= set(field_sections()) for said in told.values())
+    names = {*fields, *told}
+    assert not [name for name in names if name in field_sections() or flag_table.of_slime(name) or name in flag_table.spellings()]
     assert not set(sections) & set(RunConfig.model_fields)
+
+
+@table(
+    ("name", "means"),
+    [
+        ("num_episodes", r"num.epoch\?"),
+        ("vllm_num_engines", r"rollout.replicas\?"),
+        ("gen_batch_size", r"over.sampling.batch.size\?"),
+        ("train_batch_size", "rollout_batch_size where it counts the prompts of a batch"),
+        ("ppo_mini_batch_size", "num_steps_per_rollout: the optimizer steps of a batch"),
+        ("ppo_micro_batch_size_per_gpu", "use max_tokens_per_gpu"),
+        ("max_epochs", "a batch is trained once"),
+    ],
+)
+def test_a_name_of_another_project_leads_to_what_means_the_same(name: str, means: str) -> None:
+    with pytest.raises(ConfigError, match=means):
+        flags.parse([f"--{name.replace('_', '-')}", "4"])
+    (problem,) = known_fields({"trainer": {name.replace("_", "-"): 4}}).problems
+    assert re.search(means, str(problem))
 
 
 @table(
