@@ -185,7 +185,7 @@ class Layers:
                 continue
             known = self.values.setdefault(section, {})
             for name, value in fields.items():
-                known[name] = value if _is_file(section, name, value) else _merged(known.get(name), value)
+                known[name] = value if _is_file(section, name, value) else _merged(name, known.get(name), value)
                 self.origins[f"{section}.{name}"] = path
 
     def file(self, section: str, field: str) -> Path | None:
@@ -221,12 +221,15 @@ def _is_file(section: str, name: str, value: Any) -> bool:
     return isinstance(value, dict) and "path" in value and (known is None or get_origin(known.annotation) is not dict)
 
 
-def _merged(below: Any, above: Any) -> Any:
-    """Merges tables key by key, also one that stands as JSON."""
+def _merged(name: str, below: Any, above: Any) -> Any:
+    """Merges tables key by key, also one that stands as JSON; SGLang's flags, the table ``sglang``, however they are spelled."""
     below = _table(below, dict[str, Any] if isinstance(above, dict) else str)
     if not isinstance(below, dict) or not isinstance(above, dict):
         return above
-    return {**below, **{key: _merged(below.get(key), value) for key, value in above.items()}}
+    if name == "sglang":
+        spelled = {plain_name(str(key)): key for key in above}
+        below = {spelled.get(plain_name(str(key)), key): value for key, value in below.items()}
+    return {**below, **{key: _merged(key, below.get(key), value) for key, value in above.items()}}
 
 
 # --- slime's files

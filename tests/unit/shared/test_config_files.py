@@ -115,6 +115,20 @@ def test_a_table_of_ones_own_keys_is_merged_also_with_a_key_path(plain: Path, tm
     }
 
 
+def test_an_engines_flag_stands_over_the_same_one_spelled_otherwise(plain: Path, tmp_path: Path) -> None:
+    model = "[rollout.models.judge.sglang]\n"
+    write(tmp_path / "base.toml", f'base = "plain.toml"\n[rollout.sglang]\nmem_fraction_static = 0.6\ndp-size = 1\n{model}tp_size = 1\n')
+    path = write(tmp_path / "run.toml", f'base = "base.toml"\n[rollout.sglang]\ndata_parallel_size = 2\n{model}tensor-parallel-size = 2\n')
+    rollout = load(path, flags.parse(["--sglang-mem-fraction-static", "0.7"])).rollout
+    assert rollout.sglang == {"page-size": 16, "mem-fraction-static": "0.7", "data_parallel_size": 2}
+    assert rollout.models["judge"].sglang == {"tensor-parallel-size": 2}
+    assert over({"rollout": {"sglang": {"a_b": {"x": 1}, 3: 4}}}, {"rollout": {"sglang": {"a-b": {"y": 2}, 3: 5}}}) == {
+        "rollout": {"sglang": {"a-b": {"x": 1, "y": 2}, 3: 5}}
+    }
+    twice = write(tmp_path / "twice.toml", 'base = "plain.toml"\n[rollout.sglang]\npage_size = 1\npage-size = 2\n')
+    assert load(twice).rollout.sglang.keys() == {"page_size", "page-size", "mem-fraction-static"}, "as it was refused"
+
+
 def test_a_switch_is_no_number_in_a_field_a_list_a_table_or_a_set(plain: Path, tmp_path: Path) -> None:
     own = tmp_path / "own.yaml"
     own.write_text("save_interval: on\n")
