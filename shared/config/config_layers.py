@@ -106,8 +106,7 @@ def _unknown(section: str, key: str, value: Any) -> ConfigError:
     if (owner := field_sections().get(key)) is not None:
         expected = f"unknown key here; it belongs into the section [{owner}]"
     else:
-        instead = flag_table.refusal(key.replace("-", "_"))
-        expected = instead or f"unknown key; {_meant(key, section, list(section_model(section).model_fields))}"
+        expected = flag_table.refusal(key) or f"unknown key; {_meant(key, section, list(section_model(section).model_fields))}"
     return ConfigError(f"{section}.{key}", value, expected)
 
 

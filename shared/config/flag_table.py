@@ -394,15 +394,14 @@ def without_effect(given: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
 
 @cache
 def of_others(kind: Literal["fields", "sections", "sentences"]) -> dict[str, str]:
-    """Returns a name of TRL's, verl's, OpenRLHF's or of old slime's → the field or section that is meant, or what to do instead where that
-    is none of the same meaning (``other_names.json``)."""
+    """Returns a name of TRL's, verl's, OpenRLHF's or of old slime's → what is meant, or said where none fits (``other_names.json``)."""
     stored = json.loads(resources.files("shared.config").joinpath("other_names.json").read_text())[kind]
     return {name: meant for meant, names in stored.items() for name in names.split()}
 
 
-def refusal(name: str) -> str | None:
+def refusal(key: str) -> str | None:
     """Returns why every value of a flag of Megatron's is refused, or what stands here for another project's; None for any other name."""
-    flag = catalogue().get(name)
+    flag = catalogue().get(name := key.replace("-", "_"))
     return flag.reason if flag is not None and flag.refused else of_others("sentences").get(name)
 
 

@@ -154,11 +154,9 @@ def _hint(flag: str) -> str:
     name = flag.removeprefix("--").replace("-", "_")
     if (field := flag_table.of_others("fields").get(name)) is not None:
         return f"did you mean --{field.replace('_', '-')}?"
-    if (instead := flag_table.refusal(name)) is not None:
-        return instead
     slimes, megatrons = ([f"--{name.replace('_', '-')}" for name in names] for names in (flag_table.SLIME, flag_table.names()))
     meant = near(flag, [*flags(), *slimes]) or near(flag, megatrons)
-    return f"did you mean {meant}?" if meant else "`myxo up --help` lists all, `myxo flags` Megatron's"
+    return flag_table.refusal(name) or (f"did you mean {meant}?" if meant else "`myxo up --help` lists all, `myxo flags` Megatron's")
 
 
 def adds(name: str) -> bool:

@@ -55,11 +55,9 @@ def _train_demonstrations(values: Values) -> None:
     """Makes of a run over prompts with ``loss_type`` sft_loss one over demonstrations."""
     for section in ("data", "rollout", "trainer", "sft", "algorithm", "debug"):
         values.setdefault(section, {})
-    rollout, given = values["rollout"], dict[str, Any]()
-    for field, source in SETTLED_FROM.items():
-        if field.startswith("sft."):
-            section, name = source.split(".")
-            given[field.removeprefix("sft.")] = values[section].get(name)
+    rollout = values["rollout"]
+    sources = {field.removeprefix("sft."): source.split(".") for field, source in SETTLED_FROM.items() if field.startswith("sft.")}
+    given: dict[str, Any] = {field: values[section].get(name) for field, (section, name) in sources.items()}
     prompts, steps = rollout.get("rollout_batch_size"), values["trainer"].get("num_steps_per_rollout")
     batch = given["sft_batch_size"] = given["sft_batch_size"] or _quotient(1 if steps is None else steps, prompts)
     if given["sft_lr"] is None:
@@ -70,16 +68,15 @@ def _train_demonstrations(values: Values) -> None:
     for name, value in given.items():
         if value is not None:
             values["sft"].setdefault(name, value)
-    replaced = {
-        "data": ("prompt_data",),
-        "rollout": ("num_epoch",),
-        "trainer": ("global_batch_size", "lr_warmup_fraction", "lr_warmup_iters", "num_steps_per_rollout"),
-        "algorithm": ("loss_type",),
-        "debug": ("debug_train_only",),
-    }
-    for section, names in replaced.items():
-        for name in names:
-            values[section].pop(name, None)
+    steps_of_prompts = (
+        "trainer.global_batch_size",
+        "trainer.lr_warmup_fraction",
+        "trainer.lr_warmup_iters",
+        "trainer.num_steps_per_rollout",
+    )
+    for path in ("data.prompt_data", "rollout.num_epoch", "algorithm.loss_type", "debug.debug_train_only", *steps_of_prompts):
+        section, name = path.split(".")
+        values[section].pop(name, None)
     rollout["num_rollout"] = 0
 
 
@@ -260,6 +257,4 @@ RULES = (
 
 def refusals(config: RunConfig) -> Iterator[ConfigError]:
     """Yields what slime would refuse."""
-    for rule in RULES:
-        for field, value, expected in rule.problems(config):
-            yield ConfigError(field, value, expected)
+    yield from (ConfigError(*found) for rule in RULES for found in rule.problems(config))
