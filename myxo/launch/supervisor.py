@@ -99,7 +99,7 @@ _KILLED = re.compile(r"exit ?code: -(9|15)\b|signal (9|15)\b|SIGKILL|SIGTERM")
 
 def from_outside(code: int) -> bool:
     """Returns whether a process with this exit code was killed from outside: its last log lines then do not say why."""
-    return code < 0 and -code not in _OWN_SIGNALS
+    return code == exit_codes.STOPPED or (code < 0 and -code not in _OWN_SIGNALS)
 
 
 @dataclass

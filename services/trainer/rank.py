@@ -14,7 +14,7 @@ with quick_imports():
     from services.trainer.torchrun import tell_failure
     from shared.config.run_config import RunConfig
     from shared.process.child_process import die_with_parent
-    from shared.runtime import tasks
+    from shared.runtime import exit_codes, tasks
     from shared.runtime.errors import DeadlineExceeded
     from shared.runtime.telemetry import last_error
     from shared.service.service_base import connect, exit_code
@@ -38,7 +38,7 @@ def main(role: str) -> None:
         from services.trainer.loop import Trainer
         from shared.store.payload_store import BlockingStore
 
-    if "TORCHELASTIC_RUN_ID" in os.environ:
+    if torchrun := "TORCHELASTIC_RUN_ID" in os.environ:
         tasks.arm(before_exit=end_all)
     control: ControlClient | None = None
     with contextlib.ExitStack() as stack:
@@ -63,6 +63,8 @@ def main(role: str) -> None:
             worker = Critic(config, store, control, exchange)
         stack.callback(worker.close)
         worker.run()
+    if control is not None and control.stopping and not torchrun:  # several leave together, and `run_ranks` says so
+        sys.exit(exit_codes.STOPPED)
 
 
 def end_all() -> None:

@@ -23,6 +23,7 @@ from services.trainer.step_scheduler import BatchRequester
 from shared.config.run_config import RunConfig
 from shared.model.families import architecture_of
 from shared.process.child_process import die_with_parent
+from shared.runtime import exit_codes
 from shared.runtime.safe_files import replace_file
 from shared.schema.digests import TrainedSample, attest
 from shared.schema.messages import Attestation, Batch, Trained
@@ -109,11 +110,10 @@ def main() -> None:
     """Runs the recorder of the run named by MYXO_RUN."""
     with ControlClient() as control:
         store = BlockingStore(control.service.redis_url, control.config.run.name)
-        recorder = RolloutRecorder(control.config, store, control)
-        try:
+        with contextlib.closing(RolloutRecorder(control.config, store, control)) as recorder:
             recorder.run()
-        finally:
-            recorder.close()
+    if control.stopping:
+        sys.exit(exit_codes.STOPPED)
 
 
 if __name__ == "__main__":

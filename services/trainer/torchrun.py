@@ -28,6 +28,7 @@ import structlog
 
 from shared.process import child_process
 from shared.process.child_process import FROZEN_SECONDS, PROC, STOPPED_STATE, SeenProcess
+from shared.runtime import exit_codes
 from shared.runtime.addresses import LOOPBACK
 from shared.runtime.errors import MyxoError
 from shared.runtime.safe_files import replace_file
@@ -97,7 +98,7 @@ def run_ranks(
     opened: Callable[[int], None] = lambda _: None,
     failed: Callable[[dict[str, Any]], None] = lambda _: None,
 ) -> None:
-    """Runs torchrun; the first failed rank's exit code becomes this process's.
+    """Runs torchrun; the first failed rank's exit code becomes this process's, or `exit_codes.STOPPED` where it is asked to stop.
 
     Args:
         ranks: on this node. module: what each rank runs, and its arguments. node, nodes: this one's index, and how many there are.
@@ -117,12 +118,13 @@ def run_ranks(
         opened(port := store.port)
     meeting = ["--rdzv-backend", "static", "--master-addr", address, "--master-port", str(port)]
     meeting += ["--rdzv-id", job or secrets.token_hex(16)]
+    os.environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "86400")  # else half a minute for a checkpoint: whoever asks has the bound
     watch = RankWatch()
     share = ["--nnodes", str(nodes), "--node-rank", str(node), "--nproc-per-node", str(ranks), "--max-restarts", "0"]
     try:
         run(get_args_parser().parse_args([*meeting, *share, "-m", *module]))
-    except SignalException:
-        pass  # this process was asked to stop: torchrun has passed the signal on and waited for the ranks
+    except SignalException:  # torchrun has passed the signal on and waited for the ranks
+        sys.exit(exit_codes.STOPPED)
     except ChildFailedError as error:
         if watch.frozen:
             failed({"rank": error.get_first_failure()[0], "code": 1, "reason": watch.frozen, "consequence": False})
@@ -160,7 +162,5 @@ def main(arguments: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    from shared.process.child_process import die_with_parent
-
-    die_with_parent()
+    child_process.die_with_parent()
     main(sys.argv[1:])

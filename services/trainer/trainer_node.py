@@ -14,6 +14,7 @@ from shared.bus.registry import NODE
 from shared.nodes.node_agent import NodeAgent
 from shared.nodes.node_decisions import OwnRanks
 from shared.process.child_process import ChildProcess, cause
+from shared.runtime import exit_codes
 from shared.runtime.addresses import HTTP_VARIABLE, listening_interfaces
 from shared.service.service_base import attended, connect
 
@@ -47,7 +48,7 @@ class NodeRanks:
     def look(self) -> OwnRanks:
         """Returns how the ranks are now."""
         if self._child is not None and (code := self._child.exit_code()) is not None:
-            if self._asked and code == -signal.SIGTERM:  # torchrun had no ranks yet
+            if self._asked and code in (-signal.SIGTERM, exit_codes.STOPPED):  # the former where torchrun had no ranks yet
                 code = 0
             content = self._read(FAILURE_FILE)
             failure = json.loads(content) if content else {}
@@ -77,21 +78,17 @@ class NodeRanks:
         self.own = OwnRanks(0, ended=self.own.running, code=code, reason=reason, consequence=consequence)
 
     def _read(self, name: str) -> str:
-        try:
-            return (self._directory / name).read_text()
-        except FileNotFoundError:
-            return ""
+        path = self._directory / name
+        return path.read_text() if path.exists() else ""
 
 
 def run_node(service: str, role: str, rank: int, module: str = "services.trainer.rank") -> None:
-    """Serves as a node until the run is done or the node is asked to stop. Exits the process with the attempt's code where it failed.
+    """Serves as a node until the run is done or the node is asked to stop, and exits the process with the code of that.
 
     Args:
         service: the name of the role's service. role: actor or critic. rank: this node's. module: what each rank runs, with the role.
     """
-    code = asyncio.run(_serve(service, role, rank, module))
-    if code:
-        sys.exit(code)
+    sys.exit(asyncio.run(_serve(service, role, rank, module)))
 
 
 async def _serve(name: str, role: str, rank: int, module: str) -> int:
@@ -108,4 +105,5 @@ async def _serve(name: str, role: str, rank: int, module: str) -> int:
         nodes, share = trainer.nodes(role), trainer.ranks_per_node(role)
         ranks = NodeRanks(rank, nodes, share, (module, role), rank_environment)
         job = service.subjects.trainer_nodes(role)
-        return await NodeAgent(service, job, rank, nodes, trainer.node_timeout, ranks).run()
+        code = await NodeAgent(service, job, rank, nodes, trainer.node_timeout, ranks).run()
+        return exit_codes.STOPPED if service.stopping.is_set() and code == exit_codes.DONE else code

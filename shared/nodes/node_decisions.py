@@ -178,7 +178,7 @@ NodeCommand = BeginRanks | AnnounceAttempt | StopRanks | KillRanks | PublishNode
 NODE_LOST, LINK_LOST, ATTEMPT_BEGUN, ATTEMPT_ENDED = "node_lost", "link_lost", "attempt_begun", "attempt_ended"
 
 
-STOP_SECONDS = 120.0  # seconds that ranks have to leave in order before they are killed
+STOP_SECONDS = 1800.0  # that ranks have to save and leave in order before they are killed; whoever stops a node gives it less
 
 # The attempts in a row that may end with all ranks saying that others went away, and no node lost. The next one has failed.
 MOST_UNEXPLAINED = 3

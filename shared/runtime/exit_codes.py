@@ -14,7 +14,7 @@ FAILED = 1  # An audit found a violation, or another error occurred
 BAD_INPUT = 2  # The input of a person cannot be used. Services end with the same code for it (`shared.service.service_base`).
 RUN_FAILED = 3  # A run was given up: a service ended again and again without a training step in between, or too many groups failed
 INTERRUPTED = 130  # The command ended by SIGINT with nothing to stop
-
+STOPPED = 143  # A trainer was asked to stop: there may be steps left, for which a supervisor that did not stop it starts it again
 
 LONGEST_ERROR = 1000  # The most characters of an error that are shown: it may contain a whole prompt
 

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 
 import pytest
 
+from shared.runtime import exit_codes
 from tests.compose.conftest import TESTED, example, flags, run_docker
 from tests.compose.stack import Stack
 
@@ -242,7 +243,7 @@ def test_a_killed_service_comes_back_with_up(stack: Stack, victim: str) -> None:
 def test_down_and_up_again_resumes_and_finishes(stack: Stack) -> None:
     stack.compose("stop", "trainer")  # it comes first in `down`, too: from here on the count of steps stands
     (trainer,) = stack.containers("trainer")
-    assert trainer["ExitCode"] == 0, stack.compose("logs", "--no-color", "--no-log-prefix", "--tail", "20", "trainer")
+    assert trainer["ExitCode"] == exit_codes.STOPPED, stack.compose("logs", "--no-color", "--no-log-prefix", "--tail", "20", "trainer")
     goal = stack.until("the count of steps", lambda: max(stack.steps(), 0) or None, STEP_SECONDS) + 5
     stack.compose("down", "--timeout", "60")
     stack.keep(MYXO_FLAGS=flags(goal))

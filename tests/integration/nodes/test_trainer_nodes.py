@@ -16,6 +16,7 @@ import pytest
 
 from services.trainer.parallel import runtime
 from shared.bus.registry import Registry
+from shared.runtime import exit_codes
 from tests.integration.nodes.conftest import RUN_SECONDS, Cluster
 from tests.support.network_nodes import NodeNetwork
 from tests.support.node_ranks import CASES
@@ -154,10 +155,10 @@ async def test_a_cut_link_a_death_and_another_address(met: Cluster) -> None:
     assert met.network.addresses[0] in met.said(0, "attempt_begun")[-1]["detail"]
 
     met.agents[1].send_signal(signal.SIGTERM)
-    assert await asyncio.to_thread(met.agents[1].wait, 60) == 0, met.words()
+    assert await asyncio.to_thread(met.agents[1].wait, 60) == exit_codes.STOPPED, met.words()
     await met.until("the attempt's end", lambda: any("asked to stop" in told["detail"] for told in met.said(0, "attempt_ended")))
     met.agents[0].send_signal(signal.SIGTERM)
-    assert await asyncio.to_thread(met.agents[0].wait, 60) == 0, met.words()
+    assert await asyncio.to_thread(met.agents[0].wait, 60) == exit_codes.STOPPED, met.words()
 
 
 def addresses(run: Cluster, node: int) -> set[str]:

@@ -137,6 +137,11 @@ def test_numbers_are_those_of_the_run(objects: list[Object]) -> None:
         assert gpus == [trainer["actor_num_gpus_per_node"], rollout["rollout_num_gpus_per_engine"] // nodes]
 
 
+def test_a_trainers_pod_is_followed_once_it_is_gone_unless_its_nodes_wait_for_each_other(objects: list[Object]) -> None:
+    job = named(objects, "JobSet", "myxo-trainer")["spec"]["replicatedJobs"][0]["template"]["spec"]
+    assert job["podReplacementPolicy"] == ("Failed" if job["completions"] == 1 else "TerminatingOrFailed")
+
+
 def of_engines(objects: list[Object]) -> Object:
     return next(
         found for found in objects if found["metadata"]["name"] == "myxo-rollout" and found["kind"] in ("Deployment", "LeaderWorkerSet")

@@ -94,6 +94,7 @@ def test_three_of_one_kind_without_a_step_in_between_are_enough() -> None:
         [(1, "a", 0), (2, "a", 0), (1, "a", 0)],
         [(-9, "a", 0)] * 5,
         [(-15, "", 0)] * 5,
+        [(143, "", 0)] * 5,
         [(1, "rank 1 ended (exitcode: -9)", 0)] * 5,
     ],
 )

@@ -1,16 +1,21 @@
 """What the trainer's side waits for, whom it takes for alive, and what a run that trains nothing reports."""
 
 import json
+import os
+import signal
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import MagicMock
 
 import pytest
+from torch.distributed.elastic.multiprocessing.api import SignalException
 
-from services.trainer import batches, rollout_recorder
+from myxo.launch.launcher import SAVE_SECONDS
+from services.trainer import batches, rollout_recorder, torchrun
+from services.trainer import rank as trainer_rank
 from services.trainer.commands import Leave, Wait
 from services.trainer.control_client import still_known
 from services.trainer.reference_policy import made_at
@@ -18,7 +23,9 @@ from services.trainer.rollout_recorder import RolloutRecorder
 from services.trainer.step_scheduler import PUSH_SECONDS, BatchRequester
 from services.trainer.torchrun import StoppedProcesses
 from services.trainer.weights.push_schedule import PushRecord
+from shared.nodes.node_decisions import STOP_SECONDS
 from shared.process.child_process import FROZEN_SECONDS, SeenProcess
+from shared.runtime import exit_codes, tasks
 from shared.runtime.errors import DeadlineExceeded
 from shared.schema.messages import Batch, BatchAnswer, BatchGroup, BatchPending, Payload
 from shared.schema.service_messages import ServiceStatus
@@ -138,6 +145,58 @@ def test_another_process_with_the_same_number_is_another_one() -> None:
     watch = StoppedProcesses()
     watch.look([rank(5, "T", started=1)], 0.0)
     assert watch.look([rank(5, "T", started=2)], FROZEN_SECONDS) is None
+
+
+# --- a trainer that was asked to stop is not done: whoever supervises it, and has not stopped it, starts it again
+
+
+def ended(work: Callable[[], None]) -> int:
+    """Returns the exit code of a process with this work."""
+    try:
+        work()
+    except SystemExit as stopped:
+        assert isinstance(stopped.code, int)
+        return stopped.code
+    return exit_codes.DONE
+
+
+@pytest.mark.parametrize(("stopping", "torchrun", "code"), [(False, False, 0), (True, False, 143), (True, True, 0)])
+def test_a_rank_alone_ends_as_stopped_and_one_of_several_in_order(
+    stopping: bool, torchrun: bool, code: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    control, worker = MagicMock(stopping=stopping, config=run_config(tmp_path)), MagicMock()
+    control.__enter__.return_value = control
+    for name, made in (("control_client.ControlClient", control), ("loop.Trainer", worker)):
+        monkeypatch.setattr(f"services.trainer.{name}", MagicMock(return_value=made))
+    monkeypatch.setattr("shared.store.payload_store.BlockingStore", MagicMock())
+    monkeypatch.setattr(tasks, "arm", MagicMock())
+    monkeypatch.setattr(os, "environ", {**os.environ, **({"TORCHELASTIC_RUN_ID": "x"} if torchrun else {})})
+    assert ended(lambda: trainer_rank.main("actor")) == code
+    assert [call for call, *_ in worker.mock_calls] == ["run", "close"]
+
+
+def test_a_recorder_ends_as_stopped(recorder: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    control, made = MagicMock(), MagicMock()
+    control.__enter__.return_value = control
+    for name, value in (("ControlClient", control), ("RolloutRecorder", made), ("BlockingStore", None)):
+        monkeypatch.setattr(rollout_recorder, name, MagicMock(return_value=value))
+    for control.stopping, code in ((False, 0), (True, 143)):
+        assert ended(rollout_recorder.main) == code
+    assert made.close.call_count == 2
+
+
+def test_torchrun_that_is_asked_to_stop_leaves_its_ranks_the_time_and_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    given: list[float] = []
+
+    def asked_to_stop(_: object) -> None:
+        given.append(float(os.environ["TORCH_ELASTIC_SHUTDOWN_TIMEOUT"]))
+        raise SignalException("asked", signal.SIGTERM)
+
+    monkeypatch.setattr(os, "environ", dict(os.environ))
+    monkeypatch.setattr("torch.distributed.run.run", asked_to_stop)
+    monkeypatch.setattr(torchrun, "RankWatch", MagicMock())
+    assert ended(lambda: torchrun.run_ranks(2, "module")) == exit_codes.STOPPED == 128 + signal.SIGTERM
+    assert min(*given, STOP_SECONDS) > SAVE_SECONDS, "whoever asks has the bound"
 
 
 # --- whom the trainer takes for alive after the bus was away, which lets statuses expire that nobody could renew
