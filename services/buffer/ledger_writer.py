@@ -15,7 +15,7 @@ from shared.bus import streams
 from shared.bus.connection import Bus
 from shared.bus.subjects import Subjects
 from shared.runtime.errors import TASK, MessageTooLarge, MyxoError
-from shared.schema.ledger import EvalScored, GroupDead, GroupRequeued, GroupsDropped, GroupsScored, LedgerRecord
+from shared.schema.ledger import EvalScored, GroupDead, GroupRequeued, GroupsDropped, GroupsScored, LedgerRecord, LedgerRepaired
 from shared.schema.messages import Payload
 
 
@@ -54,6 +54,10 @@ def _smaller(record: LedgerRecord, reason: str) -> list[LedgerRecord]:
             return [record.model_copy(update={"partial": None, "renew_below": 0})]
         case _:
             raise MessageTooLarge(f"{type(record).__name__}: {reason}")
+
+
+class LedgerTorn(MyxoError):
+    """Records of the ledger are gone, in its middle or at its end, and no `myxo repair` has cut it there: what follows has no ground."""
 
 
 class BadRecord(MyxoError):
@@ -122,17 +126,24 @@ class LedgerWriter:
         self.behind = 0  # How many records are still to be read, the present one among them, while the ledger is read
 
     async def follow(self) -> None:
-        """Reads the records that were added to the ledger since the last time, to its end, and folds them into ``state``."""
+        """Reads the records that were added to the ledger since the last time, and folds them into ``state``. Raises LedgerTorn."""
         newest = await streams.last_sequence(self._bus, self._stream)
         if newest <= self.last:
             return
         async for sequence, record in streams.read(self._bus, self._stream, LedgerRecord, after=self.last):
+            if not (isinstance(record, LedgerRepaired) and (record.cut_after, record.cut_last) == (self.last, sequence - 1)):
+                self._refuse_gap(sequence)
             self.behind = newest - sequence + 1
             self._read(self.state, record)
             self._trial.follow(record)
             self.last = sequence
             self.released.extend(self.state.released)
-        self.last = max(self.last, newest)  # a stream that was emptied has a last sequence all the same
+        self._refuse_gap(newest + 1)  # where the last ones are gone, the stream has their sequence all the same
+
+    def _refuse_gap(self, following: int) -> None:
+        if self.last + 1 < following:
+            gone = f"records {self.last + 1} to {following - 1} of the ledger are gone"
+            raise LedgerTorn(f"{gone}: `myxo repair {self._subjects.run}` says what the run needs to continue")
 
     def tried(self, records: Iterable[LedgerRecord]) -> Iterator[LedgerEntry]:
         """Yields what is to be appended for these records and then folded into the state, one after the other. Raises BadRecord."""

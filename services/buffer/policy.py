@@ -46,7 +46,7 @@ from shared.schema.messages import (
 from shared.schema.sample import too_long
 
 BUFFER = "buffer"  # Who gives up a group for an outcome that is not taken
-MOST_LOST = 3  # Losses of one group after which it is not generated again, where somebody gives it up
+MOST_LOST = 3  # Losses of one group after which it is not generated again
 MOST_REFUSALS = 3  # Refusals after which a group is dead: what a new reading of the payload repairs is over by then
 
 Order = Literal["completion", "windowed_fifo", "fifo"]
@@ -421,17 +421,17 @@ def close(state: BufferState, limits: BufferConfig, now: float, logging: bool = 
 
 
 def lost_ready(state: BufferState, name: str, now: float) -> list[LedgerRecord]:
-    """Has a group generated anew that was scored, and is in no batch yet."""
+    """Has a group generated anew that was scored, and is in no batch yet. One that is lost again and again is dead."""
     group = state.ready.get(name)
+    if group is not None and group.lost >= MOST_LOST:
+        return [ledger.GroupDead(group=name, reason=f"{PAYLOAD_LOST}, {MOST_LOST + 1} times", fault=INFRASTRUCTURE, at=now)]
     return [requeue(group, PAYLOAD_LOST, now)] if group else []
 
 
 def lost_failed(state: BufferState, message: Outcome, now: float) -> list[LedgerRecord]:
     """Has a group generated anew that was given up before it was scored. None where it ends as any that failed."""
     group = awaiting(state, message)
-    if group is None or group.lost >= MOST_LOST:
-        return []
-    return [requeue(group, PAYLOAD_LOST, now)]
+    return [requeue(group, PAYLOAD_LOST, now)] if group is not None and group.lost < MOST_LOST else []
 
 
 def refused(state: BufferState, message: BatchRefused, now: float, lost: bool = False) -> list[LedgerRecord]:

@@ -29,7 +29,7 @@ class DeadGroups:
     A held-out prompt that fails counts like a dead group, and one that is scored ends the row like a scored group, since a general fault
     fails both. The count begins anew with each buffer process, since a restart of the run may have repaired the cause.
     ``in_a_row``: since a group was last scored. ``eval_failed``: held-out prompts that failed. ``refused``: groups that died of the
-    trainer's refusals for one step: they came back scored, so they are not of the row, and are no good all the same.
+    trainer's refusals, or of the store's losses, for one step: they came back scored, so they are not of the row, and are no good either.
     """
 
     def __init__(self) -> None:
@@ -46,7 +46,7 @@ class DeadGroups:
             case ledger.EvalScored(rewards=[], reason=reason) if reason.endswith(PAYLOAD_LOST):
                 self.eval_failed += 1
             case ledger.GroupDead(group=name, reason=reason) | ledger.EvalScored(group=name, rewards=[], reason=reason):
-                refused, self.reason = name in self._refused, reason
+                refused, self.reason = name in self._refused or reason.startswith(PAYLOAD_LOST), reason
                 self.refused += refused
                 self.in_a_row += not refused
                 self.eval_failed += isinstance(record, ledger.EvalScored)
@@ -72,7 +72,7 @@ class DeadGroups:
         if not limit or max(self.in_a_row, self.refused) < limit:
             return None
         refused = self.refused >= limit
-        what = f"the trainer refused {self.refused} groups for one step" if refused else f"{self.in_a_row} groups in a row failed"
+        what = f"{self.refused} groups for one step were refused or lost" if refused else f"{self.in_a_row} groups in a row failed"
         return f"{what} (rollout.max_dead_in_a_row = {limit}), the last one: {failure_summary.short(self.reason)}"
 
     def _forget(self, now: float) -> None:

@@ -43,6 +43,7 @@ from shared.bus.bus_errors import (
 from shared.runtime import addresses
 from shared.runtime.back_pressure import RETRY_PAUSE_S, BackPressure
 from shared.runtime.errors import BadMessage, DeadlineExceeded, MessageTooLarge, MyxoError
+from shared.runtime.host import clock
 from shared.runtime.tasks import cancelled, log_failure
 from shared.schema.messages import Message, Refused
 
@@ -233,16 +234,16 @@ class Bus(NatsClient):
         self._acks = PublishAcks(self.connection)
         self._buckets: dict[str, KeyValue] = {}
         self.full = BackPressure()
-        self._clock_ahead = math.inf  # seconds that this machine's clock is ahead of the server's at most
+        self._clock_ahead = math.inf  # seconds that `clock`, which no step of this machine's time moves, is ahead of the server's at most
 
     def note_server_time(self, published: float) -> None:
         """Notes when the server took a message that has just come, seconds since the epoch."""
-        self._clock_ahead = min(self._clock_ahead, time.time() - published)
+        self._clock_ahead = min(self._clock_ahead, clock() - published)
 
     def now(self) -> float:
         """Returns the server's time, seconds since the epoch, as far as its messages tell. It is never later than the real one, and earlier
         by as long as the message has waited that came fastest. A deadline that another machine has set is compared with this."""
-        return time.time() - (0.0 if math.isinf(self._clock_ahead) else self._clock_ahead)
+        return time.time() if math.isinf(self._clock_ahead) else clock() - self._clock_ahead
 
     @classmethod
     async def connect(cls, url: str, name: str, deadline: float = 15.0, *, inbox: str = "_INBOX") -> "Bus":

@@ -39,7 +39,7 @@ from shared.bus.bus_errors import RETRY_PAUSE, TRANSIENT, WRONG_LAST_SEQUENCE, w
 from shared.bus.connection import Bus
 from shared.bus.subjects import Subjects
 from shared.runtime.errors import BadMessage, MyxoError
-from shared.runtime.host import certainly_dead, process_mark
+from shared.runtime.host import certainly_dead, clock, process_mark
 from shared.schema.service_messages import LeaseStatus, NodeState
 
 AWAY_SECONDS = 120.0  # The seconds that a holder tries to renew before it gives up: the same as for publishing a record of the ledger
@@ -258,8 +258,3 @@ async def read_lease(bus: Bus, run: str, job: str, timeout_s: float) -> tuple[in
     except BadMessage as error:
         warn_unreadable(f"{bucket}/{job}", message.seq, str(error), "its holder writes it anew")
         return message.seq, None
-
-
-def clock() -> float:
-    """Returns seconds that also pass while this machine is suspended, if the system supports that (Linux)."""
-    return time.clock_gettime(time.CLOCK_BOOTTIME) if hasattr(time, "CLOCK_BOOTTIME") else time.monotonic()

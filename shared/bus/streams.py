@@ -50,6 +50,7 @@ MAX_EVENTS = 100_000
 EVENTS_BYTES = 1 << 26
 BUCKET_BYTES = 16 << 20  # The bytes of a KV bucket, which keeps the last value of each key: the statuses of thousands of services
 SPARE_DELIVERIES = 2  # Deliveries beyond `max_deliver`: one lets a worker declare the message dead, and the worker may die of that, too
+MAX_WAITING = 1 << 16  # Pulls that wait on a consumer at once: each idle replica has one; the server ends others at once (default: 512)
 CREATE_SECONDS = 30.0
 _NAME_IN_USE = 10058
 
@@ -97,7 +98,8 @@ async def create(bus: Bus, config: RunConfig) -> None:
 async def _create(bus: Bus, config: RunConfig) -> None:
     run, names = config.run.name, Subjects(config.run.name)
     queues = {names.task_stream: names.task(">"), names.generated_stream: names.generated(">"), names.scored_stream: names.scored("*")}
-    made = [_queue(name, subject, config.bus) for name, subject in queues.items()]
+    bounds = {"max_msgs": config.bus.max_queued, "max_bytes": config.bus.max_queued_bytes, "retention": RetentionPolicy.WORK_QUEUE}
+    made = [_stream(name, [subject], config.bus).evolve(**bounds) for name, subject in queues.items()]
     made.append(_stream(names.ledger_stream, [names.ledger(">")], config.bus))
     events = _stream(names.events_stream, [names.event(plane, ">") for plane in ("weights", "trainer", "service")], config.bus)
     made.append(events.evolve(discard=DiscardPolicy.OLD, max_msgs=MAX_EVENTS, max_bytes=EVENTS_BYTES))
@@ -138,11 +140,6 @@ async def _limit(bus: Bus, stream: StreamConfig) -> None:
         await bus.js.update_stream(there.evolve(max_bytes=stream.max_bytes, allow_direct=True))
 
 
-def _queue(name: str, subject: str, bus: BusSection) -> StreamConfig:
-    bounds = {"max_msgs": bus.max_queued, "max_bytes": bus.max_queued_bytes}
-    return _stream(name, [subject], bus).evolve(retention=RetentionPolicy.WORK_QUEUE, **bounds)
-
-
 def _stream(name: str, subjects: list[str], bus: BusSection) -> StreamConfig:
     return StreamConfig(
         name=name,
@@ -176,6 +173,7 @@ async def _add_consumer(bus: Bus, consumer: Consumer) -> None:
             ack_wait=settings.ack_wait,
             max_deliver=settings.max_deliver + SPARE_DELIVERIES,
             max_ack_pending=settings.max_ack_pending,
+            max_waiting=MAX_WAITING,
             num_replicas=settings.replicas,
         ),
     )
@@ -207,7 +205,7 @@ async def exists(bus: Bus, run: str, deadline: float = 15.0) -> bool:
 
 Entry = TypeVar("Entry", bound=Message)
 FETCH = 256  # Messages of one direct get
-SEQUENCE, PENDING, STATUS = "Nats-Sequence", "Nats-Num-Pending", "Status"
+SEQUENCE, BEFORE, PENDING, STATUS = "Nats-Sequence", "Nats-Last-Sequence", "Nats-Num-Pending", "Status"
 
 
 async def last_sequence(bus: Bus, stream: str, deadline: float = 30.0) -> int:
@@ -253,9 +251,13 @@ async def read(
                             raise
                     progress = time.monotonic()  # what the caller did meanwhile was no silence of the bus
                 await asyncio.sleep(0)  # a long history leaves the loop to others
+            with contextlib.suppress(NotFoundError):
+                if subject == ">" and seen < newest:
+                    await bus.js.get_msg(stream, newest)  # of the leader, as only it does not lag
+                    raise nats.errors.Error(f"a server that lags has answered, up to {seen}")
             return
         except (nats.errors.Error, *TRANSIENT) as error:
-            bus.raise_if_refused(progress, f"$JS.API.DIRECT.GET.{stream}")
+            bus.raise_if_refused(progress, f"$JS.API.DIRECT.GET.{stream}", f"$JS.API.STREAM.MSG.GET.{stream}")
             if time.monotonic() - progress > deadline:
                 raise DeadlineExceeded(f"messages of {stream} after {seen}", "the bus", deadline, "given up") from error
             await asyncio.sleep(RETRY_PAUSE)
@@ -268,10 +270,13 @@ async def _batch(bus: Bus, answers: Subscription, stream: str, subject: str, fir
     """Asks for the next messages from sequence ``first`` on; returns them, and how many there are behind them."""
     request = {"seq": first, "batch": FETCH, "next_by_subj": subject}
     await bus.connection.publish(f"$JS.API.DIRECT.GET.{stream}", json.dumps(request).encode(), reply=answers.subject)
-    found: list[Msg] = []
+    found, before = list[Msg](), "0"
     while True:
         message = await answers.next_msg(timeout=ATTEMPT_SECONDS)
         headers = message.headers or {}
+        if headers.get(BEFORE, before) != before:
+            raise nats.errors.Error(f"what stands behind {before} was lost on its way")
+        before = headers.get(SEQUENCE, before)
         match headers.get(STATUS):
             case None:
                 found.append(message)

@@ -123,6 +123,8 @@ class WorkQueue(Generic[Work]):
             return []
         if not raw:
             self._bus.raise_if_refused(start, self._pull.request_subject)
+            # the server ends at once what it has no room or no leader for; an ordinary pull has waited so long already
+            await asyncio.sleep(min(seconds, FETCH_SECONDS) - (time.monotonic() - start))
         return [lease for message in raw if (lease := await self._lease(message)) is not None]
 
     async def _lease(self, message: Msg) -> MessageLease[Work] | None:

@@ -137,6 +137,8 @@ class HttpEnvironment(Environment):
             value = None
         if not 200 <= status < 300:
             said = value.get("error") if isinstance(value, dict) else None
+            if status in (429, 502, 503, 504) and not said:  # of a proxy; the environment itself may have ended by this request
+                raise EnvironmentAway(self.label, f"answered {verb} with HTTP {status}", status in (502, 504))
             raise EnvironmentFailed(self.label, f"answered {verb} with HTTP {status}", words(said) if said else "")
         return value
 

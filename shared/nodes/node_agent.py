@@ -22,7 +22,7 @@ import structlog
 
 from shared.bus import runs
 from shared.bus.bus_errors import BUS_ERRORS, TRANSIENT, warn_unreadable
-from shared.bus.leader_lease import AWAY_SECONDS, LeaderLease, LeaseTiming, clock, read_lease
+from shared.bus.leader_lease import AWAY_SECONDS, LeaderLease, LeaseTiming, read_lease
 from shared.bus.registry import STANDBY
 from shared.nodes.node_decisions import (
     HEALTHY_SECONDS,
@@ -47,7 +47,7 @@ from shared.nodes.node_decisions import (
 from shared.runtime import exit_codes
 from shared.runtime.addresses import HOST_VARIABLE, LOOPBACK, own_address
 from shared.runtime.errors import BadMessage, ConfigError, DeadlineExceeded, MyxoError
-from shared.runtime.host import process_mark
+from shared.runtime.host import clock, process_mark
 from shared.runtime.tasks import cancelled, to_the_end
 from shared.schema.service_messages import Attempt, NodeSecret, NodeState
 from shared.service.service_base import Service

@@ -1,4 +1,4 @@
-"""The host's memory and its container runtime, and whether a process of it is certainly dead, from the mark that it left. Linux only;
+"""The host's clock, memory and container runtime, and whether a process of it is certainly dead, from the mark that it left. Linux only;
 elsewhere that is not known.
 
 A mark is ``boot/namespace/pid/started``. Where boot and pid namespace are the reader's own, a live process of that mark stands in the
@@ -15,6 +15,11 @@ from typing import Literal
 
 from shared.runtime.errors import ConfigError, MyxoError
 from shared.runtime.safe_text import printable_line
+
+
+def clock() -> float:
+    """Returns seconds that also pass while this machine is suspended, if the system supports that (Linux); they never jump."""
+    return time.clock_gettime(time.CLOCK_BOOTTIME) if hasattr(time, "CLOCK_BOOTTIME") else time.monotonic()
 
 
 def host_memory() -> tuple[int, int]:

@@ -65,6 +65,8 @@ def full_reason(error: Exception) -> str:
     text = _IN_PIPELINE.sub("", str(error))
     if isinstance(error, OutOfMemoryError) or text.startswith("OOM "):
         return f"the store is full, at its maxmemory ({text})"
+    if text.startswith("NOREPLICAS "):
+        return f"the store takes no writes while its replicas are away ({text})"
     return f"the store cannot write to its disk ({text})" if text.startswith("MISCONF ") else ""
 
 

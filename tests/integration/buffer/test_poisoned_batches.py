@@ -243,6 +243,6 @@ async def test_a_run_of_nothing_but_poison_fails_with_the_reason(launched: Launc
         async with working(player):
             await until(failed, "the run's failure", RUN_SECONDS)
             await ended(trainer)
-    assert "the trainer refused 5 groups for one step (rollout.max_dead_in_a_row = 5)" in trainer.words()
+    assert "5 groups for one step were refused or lost (rollout.max_dead_in_a_row = 5)" in trainer.words()
     assert "mask holds 7" in trainer.words()
     assert (await player.audit()).violations == []

@@ -8,14 +8,15 @@ import urllib.request
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
+from unittest.mock import AsyncMock
 
 import pytest
 
-from services.buffer.ledger_writer import LedgerWriter
+from services.buffer.ledger_writer import LedgerTorn, LedgerWriter
 from shared.bus import runs
 from shared.bus.registry import STANDBY, Registry
 from shared.process.embedded_servers import EmbeddedNats, EmbeddedServer, EmbeddedValkey
-from shared.schema.ledger import GroupDead, GroupsAdmitted, GroupsScored, group_id
+from shared.schema.ledger import GroupDead, GroupsAdmitted, GroupsScored, LedgerRepaired, VersionLive, group_id
 from shared.schema.messages import Payload, RunDone
 from shared.schema.service_messages import LeaseStatus
 from tests.integration.buffer.conftest import SHORT, NewRun, on_mortal_servers
@@ -51,6 +52,28 @@ async def test_a_successor_frees_again_what_many_records_let_go(new_run: NewRun)
     writer = LedgerWriter(player.bus, player.names.run, allowed, lambda state, record: None)
     await writer.follow()
     assert [*writer.released] == keys
+
+
+@pytest.mark.parametrize("gone", [(2,), (3,)], ids=["in the middle", "at the end"])
+async def test_a_torn_ledger_is_refused_until_it_is_repaired(new_run: NewRun, gone: tuple[int, ...]) -> None:
+    player = await new_run()
+    for number in range(3):
+        await player.bus.publish(player.names.ledger("version_live"), VersionLive(version=number, at=0.0))
+    for sequence in gone:
+        await player.bus.js.delete_msg(player.names.ledger_stream, sequence)
+
+    async def followed() -> LedgerWriter:
+        writer = LedgerWriter(player.bus, player.names.run, AsyncMock(), lambda state, record: None)
+        await writer.follow()
+        return writer
+
+    with pytest.raises(LedgerTorn, match=rf"records {gone[0]} to {gone[0]} of the ledger are gone: `myxo repair {player.names.run}`"):
+        await followed()
+    for sequence in {2, 3} - set(gone):
+        await player.bus.js.delete_msg(player.names.ledger_stream, sequence)
+    await runs.append(player.bus, player.names.run, LedgerRepaired(resume=0, cut_after=1, cut_last=3, at=0.0))
+    writer = await followed()
+    assert (writer.last, writer.state.live_version) == (4, 0)
 
 
 async def test_a_buffer_leaves_the_payloads_of_another_run_of_its_name_alone(new_run: NewRun) -> None:

@@ -137,6 +137,19 @@ async def test_a_full_store_is_a_named_error_and_writes_wait_for_room(small_stor
     assert await small_store.read(reference("", {"r:group:late": BLOB})) == [BLOB]
 
 
+async def test_a_store_whose_replicas_are_away_is_waited_for(small_store: Store) -> None:
+    await small_store.write({"r:group:0": BLOB})
+    await small_store.commands("a bound", [("CONFIG", "SET", "min-replicas-to-write", 1)])
+    with pytest.raises(StoreFull, match="the store takes no writes while its replicas are away"):
+        await small_store.free(["r:group:0"], deadline=0.3)
+    small_store.full.patience_s = 60.0
+    waiting = asyncio.create_task(small_store.write({"r:group:late": BLOB}, deadline=0.3))
+    await until(lambda: "NOREPLICAS" in str(small_store.full), "the wait to be told")
+    await small_store.commands("no bound", [("CONFIG", "SET", "min-replicas-to-write", 0)])
+    await asyncio.wait_for(waiting, 30)
+    assert await small_store.missing(["r:group:late"]) == []
+
+
 @pytest.mark.extra
 async def test_an_outage_before_a_store_is_full_is_no_wait_for_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(payload_store, "SECONDS", 1.0)

@@ -29,6 +29,15 @@ async def count(bus: Bus, stream: str) -> int:
     return int((await bus.js.stream_info(stream)).state.messages)
 
 
+async def test_the_servers_time_is_known_after_a_step_of_this_machines_clock(monkeypatch: pytest.MonkeyPatch) -> None:
+    bus, real = Bus("nats://nowhere", "_INBOX"), time.time
+    assert abs(bus.now() - real()) < 60
+    bus.note_server_time(1000.0)
+    monkeypatch.setattr(time, "time", lambda: real() + 86400)
+    bus.note_server_time(1000.1)
+    assert 1000 <= bus.now() < 1060
+
+
 # --- connecting
 
 

@@ -52,6 +52,23 @@ async def take(queue: WorkQueue[Outcome], most: int = 1) -> list[MessageLease[Ou
     return leases
 
 
+async def test_a_pull_that_the_server_ends_at_once_is_not_asked_again_and_again(
+    bus: Bus, run_name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(streams, "MAX_WAITING", 1)  # where there is no such bound it changes nothing, and no pull is ended
+    config = run_config(tmp_path, run={"name": run_name})
+    await streams.create(bus, config)
+    consumer, pulls = scored_consumer(run_name, config.bus), 0
+    first, second = (WorkQueue(bus, consumer, Outcome) for _ in range(2))
+    waiting = asyncio.create_task(first.fetch(1, 2.0))
+    while not waiting.done():
+        assert await second.fetch(1, 0.5) == []
+        pulls += 1
+    assert await waiting == [] and pulls < 20
+    await put(bus, consumer, "a")
+    assert [lease.message.group for lease in await take(second)] == ["a"]
+
+
 async def test_a_fetch_that_is_cancelled_keeps_nothing_from_others(bus: Bus, consumer: Consumer, queue: WorkQueue[Outcome]) -> None:
     """Neither from those that fetch by the same queue, nor from other workers when it was the last."""
 

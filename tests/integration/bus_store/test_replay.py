@@ -9,6 +9,8 @@ import nats.errors
 import nats.js.errors
 import pytest
 import redis
+from nats.aio.msg import Msg
+from nats.aio.subscription import Subscription
 from nats.js.api import StreamConfig
 
 from shared.bus import runs, streams
@@ -75,6 +77,32 @@ async def test_what_the_reader_does_meanwhile_is_no_silence_of_the_bus(bus: Bus,
         found.append(record.steps)
         await asyncio.sleep(0.6)
     assert found == [0, 1, 2, 3]
+
+
+async def test_what_a_server_that_lags_does_not_have_yet_is_read_all_the_same(
+    bus: Bus, stream: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for number in range(3):
+        await bus.publish(f"{stream}.durable", CheckpointDurable(steps=number, at=0.0))
+    batches = [AsyncMock(return_value=([], 0)), streams._batch]
+    monkeypatch.setattr(streams, "_batch", lambda *asked: (batches.pop(0) if len(batches) > 1 else batches[0])(*asked))
+    assert await steps(streams.read(bus, stream, LedgerRecord)) == [(1, 0), (2, 1), (3, 2)]
+
+
+async def test_an_answer_that_is_lost_on_its_way_is_asked_for_again(bus: Bus, stream: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    for number in range(4):
+        await bus.publish(f"{stream}.durable", CheckpointDurable(steps=number, at=0.0))
+    took, lost = Subscription.next_msg, [2]
+
+    async def next_msg(subscription: Subscription, timeout: float) -> Msg:
+        message = await took(subscription, timeout=timeout)
+        while lost and (message.headers or {}).get(streams.SEQUENCE) == str(lost[0]):
+            lost.pop()
+            message = await took(subscription, timeout=timeout)
+        return message
+
+    monkeypatch.setattr(Subscription, "next_msg", next_msg)
+    assert await steps(streams.read(bus, stream, LedgerRecord)) == [(1, 0), (2, 1), (3, 2), (4, 3)] and not lost
 
 
 async def test_one_subject_of_many(bus: Bus, stream: str) -> None:

@@ -167,9 +167,16 @@ def test_groups_that_come_back_and_cannot_be_trained_end_the_run_too() -> None:
     found = fed(*refused("g1"), *refused("g2"))
     assert (found.in_a_row, found.refused, found.hopeless(3)) == (0, 2, None)
     told = fed(*refused("g1"), *refused("g2"), *refused("g3")).hopeless(3)
-    assert told == "the trainer refused 3 groups for one step (rollout.max_dead_in_a_row = 3), the last one: trainer: mask holds 7"
+    assert told == "3 groups for one step were refused or lost (rollout.max_dead_in_a_row = 3), the last one: trainer: mask holds 7"
     trained = BatchTrained(step=0, version=0, started=0.0, ended=0.0, at=0.0)
     assert fed(*refused("g1"), *refused("g2"), trained, *refused("g3")).hopeless(3) is None
+
+
+def test_groups_that_come_back_and_are_lost_again_and_again_end_the_run_too() -> None:
+    one = dead(reason="payload lost, 4 times"), GroupsScored(groups=[], at=0.0)
+    found = fed(*one, *one)
+    assert (found.in_a_row, found.hopeless(3)) == (0, None)
+    assert (told := fed(*one, *one, *one).hopeless(3)) is not None and "3 groups for one step were refused or lost" in told
 
 
 def test_steps_that_go_on_without_what_the_store_lost_are_no_failure() -> None:

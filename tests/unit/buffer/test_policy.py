@@ -11,6 +11,7 @@ from services.buffer.policy import WrongStep
 from services.buffer.state import BufferState, Result
 from services.buffer.task_publisher import _sampling
 from shared.config.rollout_section import RolloutSection
+from shared.runtime.errors import INFRASTRUCTURE
 from shared.schema import codec
 from shared.schema.ledger import (
     BatchFormed,
@@ -232,6 +233,17 @@ def test_a_lost_payload_has_its_group_generated_anew_once() -> None:
     assert policy.lost_ready(state, group_id(0), 0.0) == []
     assert policy.scored(state, LIMITS, [came_back(group_id(0), attempt=0)], 0.0) == []
     assert policy.scored(state, LIMITS, [came_back(group_id(0), attempt=1)], 0.0)
+
+
+def test_a_ready_group_that_is_lost_for_the_fourth_time_is_dead() -> None:
+    state = started()
+    for attempt in range(policy.MOST_LOST):
+        fold(state, policy.scored(state, LIMITS, [came_back(group_id(0), attempt=attempt)], 0.0))
+        [record] = fold(state, policy.lost_ready(state, group_id(0), 0.0))
+        assert isinstance(record, GroupRequeued)
+    fold(state, policy.scored(state, LIMITS, [came_back(group_id(0), attempt=policy.MOST_LOST)], 0.0))
+    [record] = fold(state, policy.lost_ready(state, group_id(0), 0.0))
+    assert isinstance(record, GroupDead) and record.fault == INFRASTRUCTURE and state.dead == 1
 
 
 def test_a_group_may_not_begin_on_weights_too_old_for_its_step() -> None:

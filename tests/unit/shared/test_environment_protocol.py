@@ -11,12 +11,31 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shared.environment.protocol import MAX_PARTS, EnvironmentFailed, ScoreRequest, read_description, read_scores, words
+from shared.environment.environment_url import parse
+from shared.environment.http_environment import HttpEnvironment
+from shared.environment.protocol import MAX_PARTS, EnvironmentAway, EnvironmentFailed, ScoreRequest, read_description, read_scores, words
 from shared.schema.sample import Score
 from tests.support.tables import table
 
 WHOM = "environment judge at http://judge:8080"
 GOOD = {"protocol": 1, "name": "judge", "verbs": ["score"]}
+
+
+@pytest.mark.parametrize(
+    ("status", "answer", "expected"),
+    [
+        (502, b"<html>Bad Gateway</html>", EnvironmentAway),
+        (503, b"", EnvironmentAway),
+        (429, b'{"message": "slow down"}', EnvironmentAway),
+        (503, b'{"error": "no judge for this"}', EnvironmentFailed),
+        (500, b"Internal Server Error", EnvironmentFailed),
+    ],
+)
+async def test_what_a_proxy_says_is_no_answer_of_the_environment(status: int, answer: bytes, expected: type[Exception]) -> None:
+    environment = HttpEnvironment("judge", parse("http://judge:8080"))
+    with pytest.raises(expected):
+        environment._read("score", status, answer)
+
 
 finite = st.floats(-1e9, 1e9) | st.integers(-(10**9), 10**9)
 name = st.text(st.characters(exclude_categories=["C"]), min_size=1, max_size=20)
