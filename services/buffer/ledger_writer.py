@@ -56,10 +56,6 @@ def _smaller(record: LedgerRecord, reason: str) -> list[LedgerRecord]:
             raise MessageTooLarge(f"{type(record).__name__}: {reason}")
 
 
-class LedgerTorn(MyxoError):
-    """Records of the ledger are gone, in its middle or at its end, and no `myxo repair` has cut it there: what follows has no ground."""
-
-
 class BadRecord(MyxoError):
     """A decision comes to nothing that could be recorded; nothing has changed. The text says why."""
 
@@ -126,10 +122,8 @@ class LedgerWriter:
         self.behind = 0  # How many records are still to be read, the present one among them, while the ledger is read
 
     async def follow(self) -> None:
-        """Reads the records that were added to the ledger since the last time, and folds them into ``state``. Raises LedgerTorn."""
+        """Reads the ledger's new records to its end and folds them into ``state``. Raises MyxoError where some are gone, but by a repair."""
         newest = await streams.last_sequence(self._bus, self._stream)
-        if newest <= self.last:
-            return
         async for sequence, record in streams.read(self._bus, self._stream, LedgerRecord, after=self.last):
             if not (isinstance(record, LedgerRepaired) and (record.cut_after, record.cut_last) == (self.last, sequence - 1)):
                 self._refuse_gap(sequence)
@@ -143,7 +137,7 @@ class LedgerWriter:
     def _refuse_gap(self, following: int) -> None:
         if self.last + 1 < following:
             gone = f"records {self.last + 1} to {following - 1} of the ledger are gone"
-            raise LedgerTorn(f"{gone}: `myxo repair {self._subjects.run}` says what the run needs to continue")
+            raise MyxoError(f"{gone}: `myxo repair {self._subjects.run}` says what the run needs to continue")
 
     def tried(self, records: Iterable[LedgerRecord]) -> Iterator[LedgerEntry]:
         """Yields what is to be appended for these records and then folded into the state, one after the other. Raises BadRecord."""

@@ -22,7 +22,7 @@ from typing import Literal
 from services.buffer import evaluation, staleness
 from services.buffer.buffer_config import BufferConfig
 from services.buffer.staleness import StalenessDecision
-from services.buffer.state import BatchRecord, BufferState, GroupState, trained_of
+from services.buffer.state import BufferState, GroupState, trained_of
 from shared.runtime.errors import INFRASTRUCTURE, POLICY, TASK, MyxoError
 from shared.schema import codec, ledger
 from shared.schema.ledger import PAYLOAD_LOST, LedgerRecord, group_number
@@ -463,16 +463,13 @@ def amended(state: BufferState, limits: BufferConfig, step: int, now: float) -> 
     if batch is None or not batch.lost:
         return []
     goes_on = limits.has_critic or step < state.trained_steps
-    added = [] if goes_on else _fitting(state, limits, batch)[: len(batch.lost)]
+    fitting = [] if goes_on else by_decision(state, limits, batch.version - limits.rollout.max_staleness)["fits"]
+    known = (group for group in fitting if group.scored is not None and max(group.scored.newest, default=0) <= batch.version)
+    added = [*islice(known, len(batch.lost))]
     if not goes_on and len(added) < len(batch.lost):
         return []
     names = sorted((group.id for group in added), key=group_number)
     return [ledger.BatchAmended(step=step, removed=batch.lost, added=names, at=now)]
-
-
-def _fitting(state: BufferState, limits: BufferConfig, batch: BatchRecord) -> list[GroupState]:
-    fitting = by_decision(state, limits, batch.version - limits.rollout.max_staleness)["fits"]
-    return [group for group in fitting if group.scored is not None and max(group.scored.newest, default=0) <= batch.version]
 
 
 def _bound(state: BufferState, limits: BufferConfig, step: int, version: int) -> int:

@@ -175,10 +175,7 @@ class EnvironmentHealthCheck:
             log = self._log.info if state == "ready" and not detail else self._log.warning
             log("environment_state", state=state, reason=detail, before=self.state)
         self.state, self.detail = state, detail
-        if state in ("ready", "late"):
-            self.reachable.set()
-        else:
-            self.reachable.clear()
+        (self.reachable.set if state in ("ready", "late") else self.reachable.clear)()
 
     def _status(self) -> ServiceStatus:
         return ServiceStatus(
@@ -289,8 +286,7 @@ class ExternalScorer(Scorer):
             except DeadlineExceeded:
                 reason = f"it did not answer; before that: {reason}" if reason else "it did not answer"
                 break
-        next_action = f"the group is given up ({reason})"
-        raise DeadlineExceeded(f"{len(samples)} rewards", self._environment.label, self._timeout, next_action)
+        raise DeadlineExceeded(f"{len(samples)} rewards", self._environment.label, self._timeout, f"the group is given up ({reason})")
 
 
 def _request(run: str, group: Generated, samples: list[Sample]) -> ScoreRequest:

@@ -126,7 +126,7 @@ class LeaderLease:
         """
         begun = time.monotonic()
         try:
-            revision, status = await self._read()
+            revision, status = await read_lease(self._bus, self._run, self._job, self.timing.attempt)
             expired = self._observer.see(revision, clock())
             # its own where an earlier attempt took it, and the confirmation was lost; what cannot be read is somebody's
             free = status is not None and (status.term in ("", self.term) or certainly_dead(status.mark))
@@ -199,7 +199,7 @@ class LeaderLease:
         """Renews once; returns False if the known revision was outdated; it is then updated. Raises LeaseLost and what TRANSIENT lists."""
         if clock() < self._until and await self._swap():
             return True
-        revision, status = await self._read()
+        revision, status = await read_lease(self._bus, self._run, self._job, self.timing.attempt)
         # what is no lease was written by no process that may act: as long as this one may, none has the lease (point 3 of the proof)
         mine = status.term == self.term if status is not None else clock() < self._until
         if not mine:
@@ -231,9 +231,6 @@ class LeaderLease:
 
     def _status(self, term: str) -> LeaseStatus:
         return LeaseStatus(holder=self._instance, term=term, mark=self._mark if term else "", at=time.time(), node=self._node())
-
-    async def _read(self) -> tuple[int, LeaseStatus | None]:
-        return await read_lease(self._bus, self._run, self._job, self.timing.attempt)
 
     def _end(self, error: LeaseLost) -> None:
         self._ended = self._ended or error

@@ -158,11 +158,9 @@ def _stream(name: str, subjects: list[str], bus: BusSection) -> StreamConfig:
 
 async def _add_consumer(bus: Bus, consumer: Consumer) -> None:
     settings = consumer.settings
-    try:
+    with contextlib.suppress(NotFoundError):
         await bus.js.consumer_info(consumer.stream, consumer.name)
         return  # the server would apply the new policy to an existing stream
-    except NotFoundError:
-        pass
     await bus.js.add_consumer(
         consumer.stream,
         ConsumerConfig(
@@ -195,12 +193,11 @@ async def exists(bus: Bus, run: str, deadline: float = 15.0) -> bool:
     Raises DeadlineExceeded.
     """
     subjects = Subjects(run)
-    for stream in (subjects.ledger_stream, f"KV_{subjects.config_bucket}"):
-        try:
+    with contextlib.suppress(NotFoundError):
+        for stream in (subjects.ledger_stream, f"KV_{subjects.config_bucket}"):
             await info(bus, stream, deadline)
-        except NotFoundError:
-            return False
-    return True
+        return True
+    return False
 
 
 Entry = TypeVar("Entry", bound=Message)

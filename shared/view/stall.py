@@ -219,10 +219,6 @@ def run_stall(now: RunSituation) -> Stall:
 # --- what all services need
 
 
-def _disk(now: RunSituation) -> Stall | None:
-    return Stall(Cause.DISK, f"room on the disk ({now.disk})") if now.disk else None
-
-
 def _servers(now: RunSituation) -> Stall | None:
     gone = [(name, kind, now.away[name]) for name, kind in ((NATS, Cause.BUS), (STORE, Cause.STORE)) if name in now.away]
     if not gone:
@@ -460,7 +456,7 @@ def _step(now: RunSituation) -> Stall | None:
 
 
 IN_ORDER: Sequence[Look] = (
-    _disk,
+    lambda now: Stall(Cause.DISK, f"room on the disk ({now.disk})") if now.disk else None,
     _servers,
     lambda now: now.reported,  # the launcher sees its processes, their exit codes, and the disk
     _failed,

@@ -12,10 +12,11 @@ from unittest.mock import AsyncMock
 
 import pytest
 
-from services.buffer.ledger_writer import LedgerTorn, LedgerWriter
+from services.buffer.ledger_writer import LedgerWriter
 from shared.bus import runs
 from shared.bus.registry import STANDBY, Registry
 from shared.process.embedded_servers import EmbeddedNats, EmbeddedServer, EmbeddedValkey
+from shared.runtime.errors import MyxoError
 from shared.schema.ledger import GroupDead, GroupsAdmitted, GroupsScored, LedgerRepaired, VersionLive, group_id
 from shared.schema.messages import Payload, RunDone
 from shared.schema.service_messages import LeaseStatus
@@ -67,7 +68,7 @@ async def test_a_torn_ledger_is_refused_until_it_is_repaired(new_run: NewRun, go
         await writer.follow()
         return writer
 
-    with pytest.raises(LedgerTorn, match=rf"records {gone[0]} to {gone[0]} of the ledger are gone: `myxo repair {player.names.run}`"):
+    with pytest.raises(MyxoError, match=rf"records {gone[0]} to {gone[0]} of the ledger are gone: `myxo repair {player.names.run}`"):
         await followed()
     for sequence in {2, 3} - set(gone):
         await player.bus.js.delete_msg(player.names.ledger_stream, sequence)

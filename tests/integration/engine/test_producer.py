@@ -13,7 +13,7 @@ import pytest
 from prometheus_client import generate_latest
 
 from services.rollout.in_flight import Stopped
-from shared.bus.leader_lease import LeaderLease, LeaseTiming
+from shared.bus.leader_lease import LeaderLease, LeaseTiming, read_lease
 from shared.bus.subjects import PRODUCER, TRAIN
 from shared.hooks import HookFailed
 from shared.runtime.errors import ConfigError
@@ -285,7 +285,7 @@ async def test_who_loses_the_lease_gives_back_what_it_has(pair: Any) -> None:
     await until(lambda: first.rollout.producer.held == 1, "a group in its hands", 120)
     service = second.service
     usurper = LeaderLease(service.bus, service.run, PRODUCER, "rollout-2", LeaseTiming(2.0))
-    usurper._revision = (await usurper._read())[0]
+    usurper._revision = (await read_lease(service.bus, service.run, PRODUCER, 5.0))[0]
     assert await usurper._swap()  # as if the first one's had run out
     await until(lambda: first.rollout.producer.held == 0, "a group that went back", 120)
     assert not first.producing.done(), "it stands by"
