@@ -122,7 +122,7 @@ class LedgerWriter:
         self.behind = 0  # How many records are still to be read, the present one among them, while the ledger is read
 
     async def follow(self) -> None:
-        """Reads the ledger's new records to its end and folds them into ``state``. Raises MyxoError where some are gone, but by a repair."""
+        """Reads the ledger's new records to its end and folds them into ``state``. Raises MyxoError for a gap that is not a repair's."""
         newest = await streams.last_sequence(self._bus, self._stream)
         async for sequence, record in streams.read(self._bus, self._stream, LedgerRecord, after=self.last):
             if not (isinstance(record, LedgerRepaired) and (record.cut_after, record.cut_last) == (self.last, sequence - 1)):
