@@ -60,7 +60,12 @@ async def test_a_pull_that_the_server_ends_at_once_is_not_asked_again_and_again(
     await streams.create(bus, config)
     consumer, pulls = scored_consumer(run_name, config.bus), 0
     first, second = (WorkQueue(bus, consumer, Outcome) for _ in range(2))
-    waiting = asyncio.create_task(first.fetch(1, 2.0))
+
+    async def is_full() -> bool:
+        return (await bus.js.consumer_info(consumer.stream, consumer.name)).num_waiting == 1
+
+    waiting = asyncio.create_task(first.fetch(1, 3.0))
+    await until(is_full, "the first one's pull")
     while not waiting.done():
         assert await second.fetch(1, 0.5) == []
         pulls += 1
