@@ -9,6 +9,7 @@ from collections.abc import Callable
 from datetime import datetime
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from rich.console import Console
@@ -201,6 +202,24 @@ def test_slimes_defaults_hold_where_no_flag_is_given() -> None:
 def test_what_is_of_the_present_weights_alone_has_no_importance_weight(words: str, bound: int, correction: str) -> None:
     config = config_of([*shlex.split(LEAST), *words.split()])
     assert (config.rollout.max_staleness, config.algorithm.correction) == (bound, correction)
+
+
+OF_SLIME: dict[str, dict[str, Any]] = {
+    "data": {"rollout_seed": 42, "rollout_shuffle": False, "apply_chat_template": False, "metadata_key": "metadata", "tool_key": "tools"},
+    "rollout": {"rollout_temperature": 1.0, "rollout_top_p": 1.0, "rollout_top_k": -1, "rollout_max_context_len": None},
+    "trainer": {"lr": 1e-6, "min_lr": 0.0, "lr_warmup_iters": 0, "adam_beta1": 0.9, "adam_eps": 1e-8, "clip_grad": 1.0, "seed": 1234},
+    "algorithm": {
+        **{"advantage_estimator": "grpo", "eps_clip": 0.2, "eps_clip_high": None, "eps_clip_c": None, "value_clip": 0.2, "kl_coef": 0.0},
+        **{"kl_loss_coef": 0.0, "entropy_coef": 0.0, "gamma": 1.0, "lambd": 1.0, "normalize_advantages": False, "tis_clip": 2.0},
+        **{"tis_clip_low": 0.0, "use_rollout_logprobs": False, "use_opsm": False, "opsm_delta": 1e-4, "opd_kl_coef": 1.0},
+        **{"disable_grpo_std_normalization": False, "calculate_per_token_loss": False, "use_unbiased_kl": False},
+    },
+}
+
+
+def test_what_decides_what_is_trained_is_slimes_where_its_default_is_ours() -> None:
+    config = config_of(shlex.split(LEAST))
+    assert {section: {name: getattr(getattr(config, section), name) for name in fields} for section, fields in OF_SLIME.items()} == OF_SLIME
 
 
 def test_biases_of_routers_that_slime_would_move_are_told() -> None:
