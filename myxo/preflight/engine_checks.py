@@ -30,7 +30,7 @@ from shared.config.eval_views import eval_views
 from shared.config.external_server import EngineAway, ExternalServer
 from shared.config.rollout_section import APART, GENERATORS, GPUS_OF_MACHINE, TRANSFER, RolloutSection, flag_size, transfer_backend
 from shared.config.run_config import RunConfig
-from shared.config.sglang_flags import OF_OTHER_WEIGHTS, plain_name
+from shared.config.sglang_flags import plain_name, unfit_for_pushes
 from shared.config.speculation import (
     ALGORITHM,
     ALGORITHMS,
@@ -65,7 +65,7 @@ def check_engine_model(inspection: Inspection) -> Findings:
     yield from _speculation(inspection, flags)
     yield from _stages(inspection)
     yield from _shares(inspection, flags)
-    yield from _pushed(inspection.config, flags)
+    yield from _pushed(inspection, flags)
     for name, (field, value) in flags.items():
         if name == "quantization" and value != "unquant" and ENTRY not in (inspection.model_config or {}):
             yield from _quantized(inspection, field, value)
@@ -249,10 +249,14 @@ def check_external_engines(inspection: Inspection) -> Findings:
             yield error
 
 
-def _pushed(config: RunConfig, flags: Mapping[str, tuple[str, Any]]) -> Findings:
+def _pushed(inspection: Inspection, flags: Mapping[str, tuple[str, Any]]) -> Findings:
     """Yields flags by which engines compute with other weights than what is pushed; a note where those on GPUs cast it to bfloat16."""
-    for name in filter(flags.__contains__, OF_OTHER_WEIGHTS if config.pushes else ()):
-        yield ConfigError(*flags[name], f"none in engines that get pushes: {OF_OTHER_WEIGHTS[name]}")
+    config, entries = inspection.config, inspection.model_config or {}
+    entries = entries if (precision := config.rollout.rollout_precision) == "checkpoint" else {**entries, ENTRY: precision}
+    given = {name: value for name, (_, value) in flags.items()} if config.pushes else {}
+    drafts = config.trainer.enable_mtp_training and DRAFT not in flags
+    for name, why in unfit_for_pushes(given, entries, config.weights.update_weight_transport, drafts):
+        yield ConfigError(*flags[name], f"none in engines that get pushes: {why}")
     pushed = config.weights.update_weight_dtype or config.trainer.train_dtype
     if pushed == "float32" and config.pushes and devices.resolve(config.rollout.rollout_device) == "cuda" and "dtype" not in flags:
         yield Note(f"trainer.train_dtype = float32, rollout.sglang.dtype = bfloat16: {FEWER_BITS}")

@@ -84,37 +84,25 @@ def graph_flags(config: RunConfig, device: str) -> dict[str, Any]:
 
 
 RUNNER, RECORD = "moe-runner-backend", "enable-return-routed-experts"
-
-# Kernels for which SGLang rearranges experts as it loads them, not as they are pushed (with the last it can load others from disk), and
-# the compute capability from which on it takes them by itself.
-LAID_OUT_ANEW, CHOSEN_FROM = ("flashinfer_trtllm", "experimental_sgl_trtllm", "flashinfer_trtllm_routed"), 10.0
+CHOSEN_FROM = 10.0  # the compute capability from which on SGLang takes kernels by itself for which it rearranges experts
 
 
 def expert_flags(config: RunConfig, device: str) -> dict[str, Any]:
     """Returns the engine's flags for the record of each token's experts, and for kernels that keep one and take what is pushed: SGLang
     would take others for gpt-oss, and on new GPUs for most models.
 
-    Raises ConfigError: the run asks for such kernels.
+    Raises ConfigError: the run asks for kernels that keep none.
     """
-    kept, given = config.trainer.use_rollout_routing_replay, config.rollout.engine_flags.get(RUNNER)
+    kept, flags = config.trainer.use_rollout_routing_replay, config.rollout.engine_flags
+    given, free = flags.get(RUNNER), config.pushes and flags.get("moe-a2a-backend") in (None, "none")
     if device == "cuda" and kept and read_architecture(config.model.hf_checkpoint).stacked_experts:
-        right, why = "triton", "use_rollout_routing_replay: others keep no record of the experts"
-    elif device == "cuda" and config.pushes and _laid_out_anew(config, given):
-        right, why = "", "pushes: this wants experts in another layout than they are pushed in"
-    else:
-        return {RECORD: kept}
-    if given not in (None, "auto", right):
-        raise ConfigError(f"rollout.sglang.{RUNNER}", given, f"triton with {why}")
-    return {RECORD: kept, RUNNER: "triton"}
-
-
-def _laid_out_anew(config: RunConfig, given: str | None) -> bool:
-    if architecture_of(config).experts is None:
-        return False
-    if given not in (None, "auto"):
-        return given in (LAID_OUT_ANEW if config.weights.update_weight_transport == "nccl" else LAID_OUT_ANEW[:2])
-    alone = config.rollout.engine_flags.get("moe-a2a-backend") in (None, "none")
-    return alone and any(one >= CHOSEN_FROM for one in devices.gpu_capabilities())
+        if given not in (None, "auto", "triton"):
+            wanted = "triton with use_rollout_routing_replay: others keep no record of the experts"
+            raise ConfigError(f"rollout.sglang.{RUNNER}", given, wanted)
+        return {RECORD: kept, RUNNER: "triton"}
+    if device == "cuda" and free and given in (None, "auto") and architecture_of(config).experts is not None:
+        return {RECORD: kept} | ({RUNNER: "triton"} if max(devices.gpu_capabilities(), default=0.0) >= CHOSEN_FROM else {})
+    return {RECORD: kept}
 
 
 BOOTSTRAP = "disaggregation-bootstrap-port"

@@ -20,7 +20,7 @@ from urllib.parse import urlsplit
 
 from shared.config.engine_limits import Capabilities, longest_sequence
 from shared.config.run_config import RunConfig
-from shared.config.sglang_flags import OF_OTHER_WEIGHTS
+from shared.config.sglang_flags import unfit_for_pushes
 from shared.config.speculation import OF_THE_MODEL
 from shared.runtime.addresses import address_towards
 from shared.runtime.errors import INFRASTRUCTURE, ConfigError, MyxoError
@@ -97,13 +97,13 @@ class ExternalServer:
                 speculates=(info.get("speculative_algorithm") or "NONE") != "NONE",
             )
             model["weight_version"], model["model_path"]
-            for problem in (*self._model_problems(model, own), *self._problems(info, found, "quantization_config" in own)):
+            for problem in (*self._model_problems(model, own), *self._problems(info, found, own)):
                 raise ConfigError(FIELD, self.url, problem)
         except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError) as error:
             raise ConfigError(FIELD, self.url, f"its description lacks {error} or has another form: it is no SGLang server") from error
         return found
 
-    def _problems(self, info: Mapping[str, Any], found: Capabilities, quantized: bool) -> Iterator[str]:
+    def _problems(self, info: Mapping[str, Any], found: Capabilities, own: Mapping[str, Any]) -> Iterator[str]:
         """Yields what the run needs and the engine has not, or has otherwise."""
         rollout, part = self._config.rollout, "embeddings" if info.get("is_embedding") else info.get("disaggregation_mode") or "null"
         if part != "null":
@@ -120,8 +120,8 @@ class ExternalServer:
             yield f"it holds sequences of {found.max_sequence} tokens, and the run's have up to {longest}"
         if rollout.in_flight_on_push == "retract" and found.kept_tokens:
             yield "it keeps prefixes of older weights, and in_flight_on_push = retract needs --disable-radix-cache; or take in_place"
-        yield from self._training_problems(info)
-        yield from self._other_flags(info, quantized)
+        yield from self._training_problems(info, own)
+        yield from self._other_flags(info, "quantization_config" in own)
 
     def _size_problems(self, info: Mapping[str, Any]) -> Iterator[str]:
         pipeline, replicas = (int(info.get(name) or 1) for name in ("pp_size", "dp_size"))
@@ -132,15 +132,17 @@ class ExternalServer:
         if pipeline > 1 and self._config.rollout.in_flight_on_push != "abort":
             yield f"its stages (pp_size = {pipeline}) generate on in any pause but one: in_flight_on_push = abort"
 
-    def _training_problems(self, info: Mapping[str, Any]) -> Iterator[str]:
+    def _training_problems(self, info: Mapping[str, Any], entries: Mapping[str, Any]) -> Iterator[str]:
         most, algorithm, needed = info.get("sampling_mask_max_tokens"), info.get("speculative_algorithm"), self._config.rollout.most_kept
         if self._config.kept_top_k and (algorithm or int(most or 0) < needed):
             yield f"it has sampling_mask_max_tokens = {most}, speculative_algorithm = {algorithm}: support_replay needs {needed} and none"
         pushes, draft = self._config.pushes, info.get("speculative_draft_model_path")  # versions change the model's path alone
-        for name in (name for name in OF_OTHER_WEIGHTS if pushes and info.get(name.replace("-", "_"))):
-            yield f"it runs with {name}, which it must not where it gets pushes: {OF_OTHER_WEIGHTS[name]}"
+        flags, transport = {name.replace("_", "-"): value for name, value in info.items()}, self._config.weights.update_weight_transport
+        drafts = transport == "disk" and self._config.trainer.enable_mtp_training  # over a group the draft stays
+        for name, why in unfit_for_pushes(flags if pushes else {}, entries, transport, drafts):
+            yield f"it runs with {name} = {flags[name]}, which it must not where it gets pushes: {why}"
         own = str(algorithm).upper() in OF_THE_MODEL and draft in (None, info.get("model_path"), info.get("tokenizer_path"))
-        if pushes and not own and algorithm not in (None, "NONE") and self._config.weights.update_weight_transport == "disk":
+        if pushes and not own and algorithm not in (None, "NONE") and transport == "disk":
             yield f"with speculative_algorithm = {algorithm} it ends, or loads the policy as its draft, at a version from disk: take nccl"
 
     def _other_flags(self, info: Mapping[str, Any], quantized: bool) -> Iterator[str]:

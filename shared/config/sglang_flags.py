@@ -33,11 +33,9 @@ LISTING_SECONDS = 120.0  # The seconds that importing SGLang may take
 
 RESERVED = {
     "model-path": "set model.hf_checkpoint",
-    "host": "nothing to set: an engine listens on a private socket; MYXO_ROUTER_URL opens it to a router",
-    "port": "nothing to set: an engine listens on a private socket",
+    **dict.fromkeys(("host", "port"), "nothing to set: an engine listens on a private socket; MYXO_ROUTER_URL opens it to a router"),
     "device": "set rollout.rollout_device",
-    "api-key": "nothing to set: an engine listens on a private socket, which takes no key",
-    "admin-api-key": "nothing to set: an engine listens on a private socket, which takes no key",
+    **dict.fromkeys(("api-key", "admin-api-key"), "nothing to set: an engine listens on a private socket, which takes no key"),
     "skip-server-warmup": "nothing to set: the rollout service sends the first request",
     **dict.fromkeys(
         ("enable-http2", "grpc-mode", "smg-grpc-mode", "grpc-port", "smg-http-sidecar-port", "sidecar", "use-ray", "encoder-only"),
@@ -56,8 +54,15 @@ ONE_ALONE = {"dp-size": "1, or more with enable-dp-attention; further engines ar
 OF_OTHER_WEIGHTS = {
     **dict.fromkeys(("enable-lmcache", "enable-flexkv"), "it finds prefixes by their tokens alone, whatever weights have computed them"),
     "kt-weight-path": "the experts on the CPU stay as that directory has them",
+    "enable-cp-decode-attn-tp": "decode steps compute with slices of attention that are copied once",
+    "dcp-replicate-q-proj": "decode steps compute queries with what was gathered at the start",
+    "offload-group-size": "experts are computed with copies, made once or ahead of a push",
 }
 """Flags by which an engine computes with what older weights have left, or with weights that no push reaches; and why."""
+
+# Kernels for which SGLang rearranges plain experts as it loads them, not as they are pushed (with the last it can load others from disk),
+# and those for which it does so with experts in 8-bit blocks.
+LAID_OUT_ANEW, OF_BLOCKS = ("flashinfer_trtllm", "experimental_sgl_trtllm", "flashinfer_trtllm_routed"), ("megamoe",)
 
 OF_FIELDS = {
     "tp-size": "set rollout.rollout_num_gpus_per_engine",
@@ -208,6 +213,21 @@ class EngineFlags:
             return ONE_ALONE[own]
         expected = flag.problem(value)
         return None if expected is None else f"expected {expected} (--{own} of SGLang {self.sglang})"
+
+
+def unfit_for_pushes(flags: Mapping[str, Any], entries: Mapping[str, Any], transport: str, drafts: bool) -> Iterator[tuple[str, str]]:
+    """Yields which of an engine's ``flags``, by plain names, have it compute with other weights than those that are pushed, and why.
+
+    ``entries``: its model's ``config.json``. ``transport``: `update_weight_transport`. ``drafts``: the model's own draft is pushed, too."""
+    for name, why in OF_OTHER_WEIGHTS.items():
+        if str(flags.get(name)) not in ("None", "False", "", "-1", "0"):
+            yield name, why
+    kernels = OF_BLOCKS if "quantization_config" in entries else LAID_OUT_ANEW if transport == "nccl" else LAID_OUT_ANEW[:-1]
+    sparse = any("experts" in key and value for key, value in {**entries, **(entries.get("text_config") or {})}.items())
+    for name in ("moe-runner-backend", "moe-a2a-backend") if sparse else ():
+        for own in (name, *([f"speculative-{name}"] if drafts else [])):
+            if flags.get(own) in kernels:
+                yield own, "it wants experts in another layout than they are pushed in; --moe-runner-backend triton does not"
 
 
 @cache

@@ -9,7 +9,7 @@ import math
 import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cache, partial
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -288,17 +288,13 @@ def _check_list(directory: Path, found: Quantization, matrices: Sequence[str]) -
     groups = found.entry.get("config_groups") or {}
     if any(group.get("targets") != ["Linear"] for group in groups.values()):  # which say themselves what is quantized
         return
-    where, rules = f"{directory / 'config.json'}:{ENTRY}.{field}", [str(each) for each in found.entry.get(field) or ()]
+    where, rules = f"{directory / 'config.json'}:{ENTRY}.{field}", list(map(str, found.entry.get(field) or ()))
     for name in sorted({*filter(_is_linear, matrices), *found.names}):
         module, quantized = name.removesuffix(".weight"), name in found.names
-        named = any(map(partial(_is_named, module), rules))
+        named = any(re.match(rule[3:], module) if rule.startswith("re:") else rule == module for rule in rules)
         if named == quantized and (named or not any(each in module for each in rules)):
             wanted = f"modules without {', '.join(found.format.endings[1:])}" if named else f"{module} among them: the files have it plain"
             raise ConfigError(where, module if named else rules[:4], wanted)
-
-
-def _is_named(module: str, rule: str) -> bool:
-    return bool(re.match(rule[3:], module)) if rule.startswith("re:") else rule == module
 
 
 def _is_linear(name: str) -> bool:

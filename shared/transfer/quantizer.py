@@ -24,7 +24,12 @@ def quantized(weight: Tensor, form: QuantizedFormat) -> tuple[Tensor, ...]:
     In blocks a factor is the largest magnitude divided by 448, or the next power of two from there. In groups a scale is the largest
     magnitude divided by 7, with zero points the whole range divided by 15. A number is rounded to the nearest, by the scale as it is sent.
     """
-    return _in_blocks(weight, form) if form.bits == 8 else _in_groups(weight, form)
+    if form.bits == 8:
+        return _in_blocks(weight, form)
+    integers, scales, zeros = _integers(weight, form)
+    if zeros is None:
+        return packed(integers + 8, PACKED), scales
+    return packed(integers.mT, PACKED_AWQ), packed(zeros.mT, PACKED_AWQ), scales.mT.contiguous()
 
 
 def _in_blocks(weight: Tensor, form: QuantizedFormat) -> tuple[Tensor, Tensor]:
@@ -41,13 +46,6 @@ def _in_blocks(weight: Tensor, form: QuantizedFormat) -> tuple[Tensor, Tensor]:
         factors = torch.ldexp(torch.ones_like(factors), torch.where(mantissa == 0.5, exponent - 1, exponent))
     made = (blocks / factors).clamp_(-LARGEST, LARGEST).to(torch.float8_e4m3fn).view(padded.shape)[..., :rows, :columns]
     return made.contiguous(), factors.view((*many, *shape))
-
-
-def _in_groups(weight: Tensor, form: QuantizedFormat) -> tuple[Tensor, ...]:
-    integers, scales, zeros = _integers(weight, form)
-    if zeros is None:
-        return packed(integers + 8, PACKED), scales
-    return packed(integers.mT, PACKED_AWQ), packed(zeros.mT, PACKED_AWQ), scales.mT.contiguous()
 
 
 def _integers(weight: Tensor, form: QuantizedFormat) -> tuple[Tensor, Tensor, Tensor | None]:

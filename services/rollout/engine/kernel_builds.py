@@ -121,7 +121,9 @@ def _attention(model: Mapping[str, Any], flags: Mapping[str, str], dtype: str) -
         found.append(_sglang("rotary_embedding", "attention", "_jit_rotary_embedding_module", (), module="rope"))
     if size in _FUSED_NORMS and (str(model.get("model_type")).startswith("qwen3") or model.get("use_qk_norm")):
         found.append(_sglang("qknorm", "layernorm", "_jit_qknorm_module", (size, element), module="norm"))
-    row = _kv_heads(model, flags, heads) * size * _BYTES.get(flags.get("kv-cache-dtype", "auto"), _BYTES[dtype])
+    ranks = flag_number(flags, TENSOR) // (flag_number(flags, DATA) if "enable-dp-attention" in flags else 1)
+    own = max(1, int(model.get("num_key_value_heads") or heads) // max(1, ranks))
+    row = own * size * _BYTES.get(flags.get("kv-cache-dtype", "auto"), _BYTES[dtype])
     both = ("sglang.kernels.ops.kvcache.kvcache:_jit_kvcache_module", (row, row))  # of keys and of values
     one = ("sglang.jit_kernel.kvcache:_jit_kvcache_module", (row,))
     return [*found, JitKernel("kvcache", TVM_FFI_CACHE, (both, one))]
@@ -139,13 +141,6 @@ def _dtype(flag: str, model: Mapping[str, Any]) -> str:
         return chosen
     own = str(model.get("dtype") or model.get("torch_dtype") or ("float32" if model else "bfloat16")).removeprefix("torch.")
     return "float16" if own == "float32" else own
-
-
-def _kv_heads(model: Mapping[str, Any], flags: Mapping[str, str], heads: int) -> int:
-    ranks = flag_number(flags, TENSOR)
-    if "enable-dp-attention" in flags:
-        ranks //= flag_number(flags, DATA)
-    return max(1, int(model.get("num_key_value_heads") or heads) // max(1, ranks))
 
 
 BUILD_SECONDS = 600.0  # when this process gives up, and lets go of the locks on which an engine may wait

@@ -201,11 +201,10 @@ class ReceiverClient:
 
     def _connections(self) -> list["_Connection"]:
         spare, self._spare = self._spare, []
-        for connection in spare:
-            if not connection.usable:
-                connection.close()
         if len(spare) == self.ranks and all(connection.usable for connection in spare):
             return spare
+        for connection in spare:
+            connection.close()
         return [_Connection(rank_socket(self.directory, rank), rank) for rank in range(self.ranks)]
 
     async def _connect_ahead(self) -> None:

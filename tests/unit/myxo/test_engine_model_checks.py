@@ -56,6 +56,12 @@ def checked(directory: Path, flags: dict[str, Any], **sections: dict[str, Any]) 
         ({"enable-dp-attention": True, "dp-size": 3}, "dp-size = 3: a divisor of rollout_num_gpus_per_engine = 1"),
         ({"enable-lora": True}, "note: rollout.sglang.enable-lora changes nothing"),
         ({"enable_lmcache": True}, "rollout.sglang.enable_lmcache = True: none in engines that get pushes: it finds prefixes by"),
+        ({"enable-cp-decode-attn-tp": True}, "none in engines that get pushes: decode steps compute with slices"),
+        ({"dcp-replicate-q-proj": True}, "none in engines that get pushes: decode steps compute queries"),
+        (
+            {"offload_group_size": 4},
+            "rollout.sglang.offload_group_size = 4: none in engines that get pushes: experts are computed with copies",
+        ),
         ({"kt-weight-path": "/experts"}, "kt-weight-path = '/experts': none in engines that get pushes: the experts on the CPU stay"),
     ],
 )
@@ -72,10 +78,43 @@ def test_what_the_model_lacks_for_an_engines_flag_is_named(tmp_path: Path, model
         {"quantization": "unquant", "kv-cache-dtype": "auto", "dtype": "bfloat16"},
         {"quantization": None, "enable-lmcache": False, "enable-hierarchical-cache": True, "hicache-storage-backend": "file"},
         {"speculative-algorithm": "none"},
+        {"offload-group-size": -1, "dcp-replicate-q-proj": False},
     ],
 )
 def test_what_every_model_has_is_taken(tmp_path: Path, model: Path, flags: dict[str, Any]) -> None:
     assert checked(tmp_path, flags) == ""
+
+
+IN_BLOCKS = {"num_experts": 8, "quantization_config": {"quant_method": "fp8"}}
+DRAFT_RUNNER, MTP = {"speculative-moe-runner-backend": "flashinfer_trtllm"}, {"trainer": {"enable_mtp_training": True}}
+BY_DISK = {"weights": {"update_weight_transport": "disk"}}
+
+
+@table(
+    ("flags", "entries", "sections", "refused"),
+    [
+        ({"moe-runner-backend": "flashinfer_trtllm_routed"}, {"num_experts": 8}, {}, True),
+        ({"moe_runner_backend": "flashinfer_trtllm_routed"}, {"num_experts": 8}, BY_DISK, False),
+        ({"moe-runner-backend": "flashinfer_trtllm"}, {"n_routed_experts": 8}, BY_DISK, True),
+        ({"moe-runner-backend": "experimental_sgl_trtllm"}, {"num_experts": 8}, {}, True),
+        ({"moe-runner-backend": "flashinfer_trtllm"}, {"num_experts": 8}, {"debug": {"debug_rollout_only": True}}, False),
+        ({"moe-runner-backend": "flashinfer_trtllm"}, {}, {}, False),
+        ({"moe-a2a-backend": "megamoe"}, {"num_experts": 8}, {}, False),  # it is for 8-bit experts alone
+        ({"moe-a2a-backend": "megamoe"}, {"num_experts": 8}, {"rollout": {"rollout_precision": "fp8"}}, True),
+        ({"moe-a2a-backend": "megamoe"}, IN_BLOCKS, {}, True),
+        ({"moe-runner-backend": "megamoe"}, IN_BLOCKS, {}, True),
+        (DRAFT_RUNNER, {"num_experts": 8}, MTP, True),
+        (DRAFT_RUNNER, {"num_experts": 8}, {}, False),  # no push brings the draft's
+        (DRAFT_RUNNER | {"speculative-draft-model-path": "/other"}, {"num_experts": 8}, MTP, False),
+    ],
+)
+def test_kernels_take_experts_as_they_are_pushed(
+    flags: dict[str, Any], entries: dict[str, Any], sections: dict[str, Any], refused: bool, tmp_path: Path
+) -> None:
+    """SGLang would rearrange those that it loads itself, and not those that are pushed: these would not fit, or lie in the wrong places."""
+    (tmp_path / "config.json").write_text(json.dumps(entries))
+    found = checked(tmp_path, flags, model={"hf_checkpoint": str(tmp_path)}, **{name: dict(section) for name, section in sections.items()})
+    assert ("it wants experts in another layout than they are pushed in" in found) == refused, found
 
 
 @pytest.mark.parametrize(

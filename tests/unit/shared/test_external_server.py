@@ -101,7 +101,8 @@ REFUSED: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
     ("kv_cache_dtype = fp8_e5m2", {"/server_info": INFO | {"kv_cache_dtype": "fp8_e5m2"}}, {}),
     ("keeps prefixes", {}, {"in_flight_on_push": "retract"}),
     ("max_tokens = None, spec.* needs 4096 and none", {}, {"rollout_top_p": 0.9}),  # SGLang before 0.5.20
-    ("enable-lmcache, which it must not", {"/server_info": INFO | {"enable_lmcache": True}}, {}),
+    ("enable-lmcache = True, which it must not", {"/server_info": INFO | {"enable_lmcache": True}}, {}),
+    ("offload-group-size = 4, which it must not", {"/server_info": INFO | {"offload_group_size": 4}}, {}),
     ("= NGRAM it ends", {"/server_info": INFO | {"speculative_algorithm": "NGRAM"}}, {}),
     ("= EAGLE: support_replay", {"/server_info": KEEPING | {"speculative_algorithm": "EAGLE"}}, {"rollout_top_k": 9}),
 ]
@@ -130,6 +131,43 @@ def test_what_the_run_has_too_is_taken(url: str, tmp_path: Path) -> None:
     answers.update({"/server_info": INFO | {"speculative_algorithm": "NGRAM", "enable_lmcache": True}})
     loaded_by_nobody = config_of(tmp_path, url, sglang={"speculative_algorithm": "NGRAM"}).with_fields(debug={"debug_rollout_only": True})
     ExternalServer(loaded_by_nobody, url).describe()
+
+
+@table(
+    ("runs", "entries", "transport", "refused"),
+    [
+        ({"moe_runner_backend": "flashinfer_trtllm"}, {"num_experts": 8}, "nccl", "flashinfer_trtllm, .* --moe-runner-backend triton"),
+        ({"moe_runner_backend": "flashinfer_trtllm"}, {"num_experts": 8}, "disk", "flashinfer_trtllm, "),
+        (
+            {"moe_runner_backend": "flashinfer_trtllm_routed"},
+            {"text_config": {"n_routed_experts": 8}},
+            "nccl",
+            "flashinfer_trtllm_routed, ",
+        ),
+        ({"moe_runner_backend": "flashinfer_trtllm_routed"}, {"num_experts": 8}, "disk", ""),
+        ({"moe_runner_backend": "flashinfer_trtllm"}, {"num_experts": None}, "nccl", ""),  # as SGLang reports of a dense Qwen3.5, too
+        ({"moe_runner_backend": "flashinfer_trtllm"}, {"num_experts": 8, "quantization_config": {}}, "nccl", ""),
+        (
+            {"moe_a2a_backend": "megamoe"},
+            {"num_experts": 8, "quantization_config": {}},
+            "disk",
+            "moe-a2a-backend = megamoe, which it must not",
+        ),
+        ({"moe_a2a_backend": "megamoe"}, {"num_experts": 8}, "disk", ""),
+        ({"speculative_moe_runner_backend": "flashinfer_trtllm"}, {"num_experts": 8}, "disk", ""),  # its draft is not trained
+        ({"moe_runner_backend": "triton", "offload_group_size": -1, "enable_cp_decode_attn_tp": False}, {"num_experts": 8}, "nccl", ""),
+    ],
+)
+def test_experts_of_a_stock_engine_lie_as_they_come(
+    runs: dict[str, Any], entries: dict[str, Any], transport: str, refused: str, url: str, tmp_path: Path
+) -> None:
+    answers.clear()
+    answers.update(WHOLE | {"/server_info": INFO | runs})
+    config = config_of(tmp_path, url).with_fields(weights={"update_weight_transport": transport})
+    (tmp_path / "config.json").write_text(json.dumps({"vocab_size": 100, "architectures": ["Own"]} | entries))
+    with pytest.raises(ConfigError, match=refused) if refused else contextlib.nullcontext():
+        ExternalServer(config, url).describe()
+    ExternalServer(config.with_fields(debug={"debug_rollout_only": True}), url).describe()
 
 
 def test_no_answer_is_awaited_or_followed_for_ever(url: str, tmp_path: Path) -> None:

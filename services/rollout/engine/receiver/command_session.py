@@ -228,7 +228,7 @@ Verb = Callable[[Receiver, Fields, TransferDeadline], dict[str, Any]]
 
 # Verbs by the thread that ends them: the connection's own, or the one that owns the model (`Receiver.finish`).
 AT_ONCE: dict[str, Verb] = {"join": join, "leave": leave, "state": state, "adopt": adopt, "send_to_peer": send_to_peer}
-QUEUED: dict[str, Callable[[Receiver, Fields, TransferDeadline], Reception]] = {"receive": prepare}
+RECEIVE = "receive"
 
 
 # ----------------------------------------------------------------------------------------------------------- session
@@ -304,7 +304,7 @@ class CommandSession:
             return False
         if command.answer.set_running_or_notify_cancel():
             self._answer_here(command, "begun", {"begun": True})
-            answer = self._finished(command)
+            answer = _answer_of(RECEIVE, lambda: self.receiver.finish(command.reception.result(command.deadline.left + ANSWER_MARGIN)))
             self._answer_here(command, "answer", answer)
             command.answer.set_result(answer)
         return True
@@ -326,8 +326,8 @@ class CommandSession:
                 self._abort()
                 answers.say("answer", {"ok": True})
                 return
-            if name not in AT_ONCE and name not in QUEUED:
-                raise BadMessage(f"command {name!r}: not one of {', '.join(sorted({*AT_ONCE, *QUEUED, 'abort'}))}")
+            if name not in (*AT_ONCE, RECEIVE):
+                raise BadMessage(f"command {name!r}: not one of {', '.join(sorted({*AT_ONCE, RECEIVE, 'abort'}))}")
             deadline = TransferDeadline(float(fields.get("deadline", COMMAND_SECONDS)))
         except (MyxoError, ValueError, KeyError, TypeError) as error:
             answers.say("answer", _failed(error))
@@ -382,15 +382,9 @@ class CommandSession:
     def _begin(self, command: _Command) -> None:
         try:
             command.deadline.check("its turn", "the engine")
-            command.reception.set_result(QUEUED[str(command.fields["verb"])](self.receiver, command.fields, command.deadline))
+            command.reception.set_result(prepare(self.receiver, command.fields, command.deadline))
         except Exception as error:  # of what was received, too
             command.reception.set_exception(error)
-
-    def _finished(self, command: _Command) -> dict[str, Any]:
-        def finish() -> dict[str, Any]:
-            return self.receiver.finish(command.reception.result(command.deadline.left + ANSWER_MARGIN))
-
-        return _answer_of(str(command.fields.get("verb")), finish)
 
     def _abort(self) -> None:
         with self._lock:

@@ -251,8 +251,7 @@ def load(model: Any, tensors: Iterable[object]) -> None:
             tasks.arm()  # an engine without a receiver would serve old weights for ever
             device = next(model.parameters()).device
             loaded = WithDraft(model, draft) if own else model
-            streams, refresh = computing_streams(scheduler), quantized_layers.refresh
-            receiver = Receiver(loaded, _rank(), device, _model_path(), streams, gate.closed, forget_pictures, refresh)
+            receiver = Receiver(loaded, _rank(), device, _model_path(), computing_streams(scheduler), gate.closed, forget_pictures)
             for change in (norm_as_trained, hear_as_trained, watch_as_trained, add_as_trained, quantized_layers.keep_beside_weights):
                 change(model)
             load_stages_together(scheduler)

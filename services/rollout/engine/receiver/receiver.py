@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from services.rollout.engine import quantized_layers
 from services.rollout.engine.receiver import load_plan
 from shared.model.hf_checkpoint import weight_files
 from shared.runtime.errors import BadMessage, ConfigError, DeadlineExceeded, MyxoError
@@ -156,7 +157,7 @@ class Reception:
             for stream in self._streams:
                 self._merge(stream)
             if self.touched:
-                receiver.refresh()
+                quantized_layers.refresh()
             self._drain()
         self.mark("loaded")
         seconds = time.monotonic() - started
@@ -288,8 +289,7 @@ class Receiver:
     ``model``: any module with ``load_weights(names and tensors)``. ``rank``: in the engine, all of its stages. ``model_path``: the
     checkpoint that adapters are laid over, where there are any. ``engine_streams``: returns the streams on which the engine computes; None:
     they are not known. ``undisturbed``: a context in which the engine leaves the interpreter to other threads. ``forget``: is called on any
-    thread whenever other weights are held: what the engine has computed with those before, and keeps under no weight version, must go.
-    ``refresh``: is called on the model's thread after parameters were loaded."""
+    thread whenever other weights are held: what the engine has computed with those before, and keeps under no weight version, must go."""
 
     def __init__(
         self,
@@ -300,9 +300,8 @@ class Receiver:
         engine_streams: Callable[[], Sequence[torch.cuda.Stream]] | None = None,
         undisturbed: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext,
         forget: Callable[[], None] = lambda: None,
-        refresh: Callable[[], None] = lambda: None,
     ) -> None:
-        self._forget, self.refresh = forget, refresh
+        self._forget = forget
         self.model, self.rank, self.device, self.model_path = model, rank, torch.device(device), model_path
         self.engine_streams, self._undisturbed = engine_streams, undisturbed
         self.known: dict[str, TensorDigest] = {}
