@@ -7,9 +7,9 @@ trained.
 import asyncio
 import contextlib
 import itertools
-import json
 import os
 import signal
+import tempfile
 import threading
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -18,21 +18,17 @@ from typing import Any, Self
 from aiohttp import web
 
 from shared.agents import http_agent
+from shared.agents.agent_options import CommandFailed, environment_of, run_command
 from shared.environment.conformance import Check, CheckSuite, CheckWarned, Example
 from shared.formats import anthropic_messages, openai_chat, openai_responses
 from shared.formats.request import CalledTool, ChatTurn, TurnEvents, TurnResult, TurnUsage, deltas_of, started
 from shared.hooks import reward_values
 from shared.hooks.loading import load_agent
-from shared.runtime.errors import DeadlineExceeded, MyxoError
-from shared.runtime.safe_files import parse_json
+from shared.runtime.errors import DeadlineExceeded
 from shared.runtime.tasks import called, error_text
 
 # Plays a rollout of (data, base_url, api_key); returns what the agent gave for a reward.
 Played = Callable[[Mapping[str, Any], str, str], Awaitable[object]]
-
-
-class AgentFailed(MyxoError):
-    """The agent ended without a reward."""
 
 
 def function_agent(path: str) -> Played:
@@ -59,22 +55,13 @@ def command_agent(command: Sequence[str]) -> Played:
     """Returns the agent that is a command."""
 
     async def play(data: Mapping[str, Any], base_url: str, api_key: str) -> object:
-        bare = base_url.removesuffix("/v1")
-        own = {"OPENAI_BASE_URL": base_url, "OPENAI_API_KEY": api_key, "ANTHROPIC_BASE_URL": bare, "ANTHROPIC_API_KEY": api_key}
-        pipe = asyncio.subprocess.PIPE
-        process = await asyncio.create_subprocess_exec(*command, stdin=pipe, stdout=pipe, stderr=pipe, env={**os.environ, **own})
-        try:
-            out, err = await process.communicate(json.dumps(dict(data)).encode() + b"\n")
-        finally:
-            if process.returncode is None:
-                process.kill()
-        if process.returncode:
-            raise AgentFailed(f"ended with {process.returncode}: {' '.join(err.decode(errors='replace').split())[-300:]}")
-        lines = [line for line in out.decode(errors="replace").splitlines() if line.strip()]
-        try:
-            return parse_json(lines[-1]) if lines else None
-        except ValueError:
-            raise AgentFailed(f"its last line is no reward in JSON: {lines[-1][:200]}") from None
+        with tempfile.TemporaryFile() as errors:
+            try:
+                return await run_command(command, os.environ | environment_of(base_url, api_key), data, errors)
+            except CommandFailed as error:
+                errors.seek(0)
+                said = " ".join(errors.read().decode(errors="replace").split())[-300:]
+                raise CommandFailed(f"{error}: {said}" if said else str(error)) from None
 
     return play
 

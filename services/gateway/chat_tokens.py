@@ -142,7 +142,7 @@ PARALLEL: tuple[Messages, Messages] = (
 JSON_CALL = re.compile(r'(<[^<>]+>\s*\{"name": ")add(", "arguments": )\{"a": 1, "b": 2\}(\}\s*</[^<>]+>)')
 THINKING, THOUGHT_END = "<think>", "</think>"
 # Names that requests give no template a value for; the most chat forms with variables of requests that are kept
-RESERVED, MOST_VARIED = frozenset({"messages", "tools", "documents", "chat_template", "add_generation_prompt"}), 16
+RESERVED, MOST_VARIED = frozenset({"messages", "tools", "documents", "chat_template", "add_generation_prompt"}), 256
 # What a renderer raises for what it cannot read
 UNREADABLE = (ValueError, TypeError, KeyError, AttributeError, AssertionError, RecursionError)
 # Parsers of tool calls for templates of no known family, by what stands in them

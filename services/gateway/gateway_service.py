@@ -66,9 +66,8 @@ async def serve(service: Service) -> None:
         own = await asyncio.to_thread(ChatTokens, Path(config.of_engines(name).model.hf_checkpoint), {}, control)
         places = Replicas(service.registry, sessions, most_each, model=name)
         unrecorded = UnrecordedSessions(service.store, service.run)
-        frozen[name] = Turns(
-            unrecorded, places, client, own, name, holder, section, service.traces, TurnPictures(unrecorded, None, config.data)
-        )
+        blind = TurnPictures(unrecorded, None, config.data)
+        frozen[name] = Turns(unrecorded, places, client, own, name, holder, section, service.traces, blind)
     api = Api(sessions, turns, replicas, service.metrics, model, names, section.gateway_requests, frozen=frozen)
     api.reward_key = functools.partial(reward_key, config)
     service.log.info("gateway_renders", family=chat.family, template=chat.has_template, tools=chat.shows_tools, streams=chat.streams_text)

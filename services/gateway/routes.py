@@ -36,7 +36,6 @@ from shared.formats.request import (
     TurnRefused,
     TurnResult,
     TurnStart,
-    aborted,
     deltas_of,
     split,
     started,
@@ -109,12 +108,16 @@ class StreamedAnswer:
     begun: tuple[TurnEvents, TurnText] | None = None
     ended: bool = False
 
+    def __post_init__(self) -> None:
+        self.turn.add_done_callback(lambda _: self.live.end())
+
     async def events(self) -> AsyncIterator[bytes]:
-        """Yields the events, and while there are none what keeps the connection alive."""
-        ended = False
+        """Yields the events, and while none can be sent, though tokens may come, what keeps the connection alive."""
+        loop, ended = asyncio.get_running_loop(), False
+        silent = loop.time() + SILENT_SECONDS
         while not ended:
-            await self.live.news(SILENT_SECONDS)
-            ended = self.turn.done()
+            await self.live.news(silent - loop.time())
+            ended, sent = self.turn.done(), b""
             if tokens := self.live.taken():
                 head = b""
                 if self.begun is None:
@@ -122,18 +125,18 @@ class StreamedAnswer:
                     self.begun = self.events_of(known), self.text()
                     head = self.begun[0].begin()
                 events, text = self.begun
-                if sent := (head + b"".join(events.delta(piece) for piece in text.add(tokens))):
-                    yield sent
-            elif not ended:
-                yield b": waiting\n\n" if self.begun is None else self.begun[0].ping()
+                sent = head + b"".join(events.delta(piece) for piece in text.add(tokens))
+            if not sent and not ended and loop.time() >= silent:
+                sent = b": waiting\n\n" if self.begun is None else self.begun[0].ping()
+            if sent:
+                yield sent
+                silent = loop.time() + SILENT_SECONDS
         yield self._end()
 
     def _end(self) -> bytes:
         """Returns the last events: the rest of a turn that has ended, or why it did not."""
         try:
             result = self.turn.result()
-            if result.finish == "abort":
-                raise aborted()
             if self.begun is None:
                 begin = (events := self.events_of(replace(started(result), request_id=self.start.request_id))).begin()
                 pieces = deltas_of(result)
@@ -153,9 +156,8 @@ class StreamedAnswer:
 @dataclass(frozen=True, slots=True)
 class WireFormat:
     """The format of a house's clients. ``house``: whose error shape it has. ``parse``: from a body and the turn's
-    request id, a `ChatTurn` or `TokenTurn`; raises TurnRefused. ``answer``: the body of a whole answer, of a turn and its results; raises
-    TurnRefused where one was aborted. ``events``: those of a streamed one, of the content type ``text/event-stream``. ``id_prefix``: how
-    the house's request ids begin."""
+    request id, a `ChatTurn` or `TokenTurn`; raises TurnRefused. ``answer``: the body of a whole answer, of a turn and its results.
+    ``events``: those of a streamed one, of the content type ``text/event-stream``. ``id_prefix``: how the house's request ids begin."""
 
     house: House
     parse: Callable[[bytes, str], Any]
@@ -309,7 +311,7 @@ class Api:
             headers = _headers_of(log, asked)
             if asked.stream:
                 return await self._streamed(request, wire, model, log, asked, headers)
-            turns = [asyncio.create_task(model.result(log, one)) for one in split(asked)]
+            turns = model.results(log, asked)
             await self._watched(request, turns)
             return _answered(wire.answer(asked, *(turn.result() for turn in turns)), headers)
 
@@ -319,8 +321,13 @@ class Api:
         self, request: Request, wire: WireFormat, model: Turns, log: SessionLog, asked: ChatTurn, headers: dict[str, str]
     ) -> Response:
         start = TurnStart(request_id=asked.request_id, model=model.model, created=int(time.time()), prompt=0)
-        answers = [self._live_answer(wire, model, log, one, start) for one in split(asked)]
-        turns = [answer.turn for answer in answers]
+        asks = split(asked)
+        lives = [LiveTurn() for _ in asks]
+        turns = model.results(log, asked, lives)
+        answers = [
+            StreamedAnswer(turn, live, start, functools.partial(wire.events, one), functools.partial(model.text, log, one, live))
+            for turn, live, one in zip(turns, lives, asks, strict=True)
+        ]
         try:
             await self._watched(request, [asyncio.create_task(answer.live.news(SILENT_SECONDS)) for answer in answers])
             for turn in turns:
@@ -330,14 +337,6 @@ class Api:
             await cancelled(turns)
             raise
         return StreamingResponse(self._kept(log.session.id, answers), media_type="text/event-stream", headers=headers)
-
-    def _live_answer(
-        self, wire: WireFormat, model: Turns, log: SessionLog, asked: ChatTurn | TokenTurn, start: TurnStart
-    ) -> StreamedAnswer:
-        turn = asyncio.create_task(model.result(log, asked, live := LiveTurn()))
-        turn.add_done_callback(lambda _: live.end())
-        text = functools.partial(model.text, log, asked, live)
-        return StreamedAnswer(turn, live, start, functools.partial(wire.events, asked), text)
 
     async def _kept(self, session: str, answers: list[StreamedAnswer]) -> AsyncIterator[bytes]:
         """Yields the answers' events; ends the turns where their client is gone, so that the engine samples for no one."""
@@ -357,7 +356,7 @@ class Api:
     async def _generate(self, request: Request, log: SessionLog, body: bytes) -> Response:
         asked: TokenTurn = token_generate.parse(body, request_id(log, "gen-", "generate", request.headers, body))
         model, log = self._model_of(log, asked.model)
-        turn = asyncio.create_task(model.tokens(log, asked))
+        [turn] = model.results(log, asked)
         await self._watched(request, [turn])
         return _answered(token_generate.answer(asked, turn.result()), _headers_of(log, asked))
 

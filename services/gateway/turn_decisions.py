@@ -93,11 +93,15 @@ def recalled(log: SessionLog, asked: wire.ChatTurn) -> wire.ChatTurn:
 
 
 def _parsed_arguments(arguments: Any) -> Any:
-    """Returns the arguments of a call as an object where they are one: some clients write their text anew."""
+    """Returns the arguments of a call as an object where they are one: some clients write their text anew, those in JavaScript 1.0 as 1."""
     try:
-        return shallow(json.loads(arguments)) if isinstance(arguments, str) else arguments
+        return shallow(json.loads(arguments, parse_float=_number)) if isinstance(arguments, str) else arguments
     except (ValueError, RecursionError):
         return arguments
+
+
+def _number(text: str) -> float:
+    return int(found) if (found := float(text)).is_integer() else found
 
 
 def _canonical(value: Any) -> bytes:

@@ -6,12 +6,14 @@ asked for again, here or at another gateway, it is answered with what was sample
 """
 
 import asyncio
+import functools
 import json
 import time
 import uuid
-from collections.abc import AsyncIterator, Awaitable, Callable, Collection
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterable
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, replace
+from itertools import repeat
 from typing import Any
 
 import numpy as np
@@ -36,7 +38,7 @@ from services.gateway.turn_decisions import (
 )
 from services.gateway.turn_pictures import TurnPictures
 from shared.config.service_sections import GatewaySection
-from shared.formats.request import ChatTurn, TokenTurn, TurnRefused, TurnResult, overlong_prompt, pictures_in
+from shared.formats.request import ChatTurn, TokenTurn, TurnRefused, TurnResult, overlong_prompt, pictures_in, split
 from shared.runtime.errors import MyxoError
 from shared.runtime.tasks import put_off
 from shared.runtime.traces import Traces, TraceSpan
@@ -46,6 +48,7 @@ from shared.sessions.session import (
     Finish,
     PendingTurn,
     SampledTokens,
+    SessionEnded,
     SessionLog,
     SessionOver,
     SessionUnknown,
@@ -132,6 +135,12 @@ class SessionWatch:
             if self._stopped:
                 raise TurnRefused(503, "this gateway stops; another continues", code="gateway_stopping", retry_after_s=1.0) from None
             raise TurnRefused(503, f"the turn did not end within {seconds:.0f} s", code="turn_timeout") from None
+        except SessionOver:
+            raise _over(log) from None
+        except SessionUnknown:
+            raise TurnRefused(410, "the session's record is gone", code="session_ended") from None
+        except TurnHeld:
+            raise TurnRefused(503, "another request has taken the turn over", code="turn_held", retry_after_s=1.0) from None
 
     async def keep(self) -> None:
         """Looks at the sessions again and again. Runs until cancelled."""
@@ -164,13 +173,18 @@ class UnrecordedSessions(SessionStore):
 
     async def _append(self, log: SessionLog, record: TurnRecord) -> Turn | PendingTurn:
         log.apply([record])
-        return log.turns.get(record.request) or log.pending[record.request]
+        if (found := log.turns.get(record.request) or log.pending.get(record.request)) is None:
+            raise SessionOver(f"session {log.session.id} has ended")
+        return found
 
     async def refresh(self, log: SessionLog) -> None:
         """Does nothing: there is no other record of the log."""
 
     async def refresh_all(self, logs: Collection[SessionLog]) -> None:
-        """Does nothing, as `refresh`."""
+        """Notes which of the sessions have ended."""
+        ended = await self.ended([log.session.id for log in logs])
+        for log in logs:
+            log.ended = log.ended or (SessionEnded(at=time.time()) if log.session.id in ended else None)
 
     @staticmethod
     def log_for(log: SessionLog) -> SessionLog:
@@ -259,10 +273,8 @@ class Turns:
         traces: Traces,
         pictures: TurnPictures,
     ) -> None:
-        self._pictures = pictures
-        self._sessions, self._replicas, self._client, self._chat = sessions, replicas, client, chat
-        self.model, self.replicas = model, replicas
-        self._holder, self._limits, self._traces = holder, limits, traces
+        self._sessions, self.replicas, self._client, self._chat, self.model = sessions, replicas, client, chat, model
+        self._holder, self._limits, self._traces, self._pictures = holder, limits, traces, pictures
         self._answers = TurnAnswers(chat, model)
         self.watch = SessionWatch(sessions, limits, lambda: replicas.asleep)
         self._log = structlog.get_logger()
@@ -286,73 +298,69 @@ class Turns:
             self._log.warning("constraints_ignored", fields=sorted(new), session=log.session.id)
         return asked
 
-    async def result(self, log: SessionLog, asked: ChatTurn | TokenTurn, live: LiveTurn | None = None) -> TurnResult:
-        """Returns the result of a request for one answer, as `chat` and `tokens` do."""
-        return await (self.chat(log, asked, live) if isinstance(asked, ChatTurn) else self.tokens(log, asked, live))
-
-    async def chat(self, log: SessionLog, asked: ChatTurn, live: LiveTurn | None = None) -> TurnResult:
-        """Returns the next message of a conversation; ``live`` hears its tokens as they are sampled. Raises TurnRefused."""
-        turn = log.turns.get(asked.request_id)
-        if turn is None:
-            await self._check(log, asked)
-            asked = await self._seeing(log, asked)
-            prompt = await self._prompt(log, asked)
-            if prompt.continues and prompt.continues[0].messages:  # what is stored of a conversation is stored once
-                before, further = prompt.continues
-                asked = replace(asked, after=before.request, kept=asked.kept[-further:])
-            turn = await self._turn(log, prompt, asked, live)
-        return self._answers.chat(turn, log.session, asked)
+    def results(self, log: SessionLog, asked: Any, lives: Iterable[LiveTurn | None] = repeat(None)) -> "list[asyncio.Task[TurnResult]]":
+        """Begins the turns of a request's answers: those of a `ChatTurn` have one prompt, which is made once. Each of ``lives`` hears the
+        tokens of one as they are sampled. They raise TurnRefused."""
+        ready = functools.cache(lambda: asyncio.create_task(self._ready(log, asked)))
+        return [asyncio.create_task(self._result(log, one, live, ready)) for one, live in zip(split(asked), lives, strict=False)]
 
     def text(self, log: SessionLog, asked: ChatTurn | TokenTurn, live: LiveTurn) -> TurnText:
         """Returns the text of a turn as it is sampled."""
+        stops = stops_of(log.session, asked)
         if isinstance(asked, TokenTurn):
-            return TurnText(self._chat, live.prompt, (), stops_of(log.session, asked), whole=True)
-        return TurnText(
-            self._chat.varied(asked.variables), live.prompt, asked.tools, stops_of(log.session, asked), whole=bool(asked.prefill)
-        )
-
-    async def tokens(self, log: SessionLog, asked: TokenTurn, live: LiveTurn | None = None) -> TurnResult:
-        """Returns the tokens that follow a prompt. Raises TurnRefused."""
-        turn = log.turns.get(asked.request_id)
-        if turn is None:
-            await self._check(log, asked)
-            prompt = await asyncio.to_thread(self._chat.encode, asked.prompt) if isinstance(asked.prompt, str) else asked.prompt
-            check_tokens(int(max(prompt, default=0)), self._replicas.vocabulary, asked.place)
-            parent = log.extended(prompt)
-            names = () if parent is None else parent.pictures
-            asked = replace(asked, shown=await self._pictures.of(log, names, {}, asked.place))
-            self._pictures.check(prompt, names, asked.shown, asked.place)
-            turn = await self._turn(log, TurnPrompt(prompt, parent, pictures=names), asked, live)
-        return self._answers.tokens(turn, log.session, asked)
+            return TurnText(self._chat, live.prompt, (), stops, whole=True)
+        return TurnText(self._chat.varied(asked.variables), live.prompt, asked.tools, stops, whole=bool(asked.prefill))
 
     async def count(self, log: SessionLog, asked: ChatTurn) -> int:
         """Returns how many tokens the prompt of a turn would have. Raises TurnRefused."""
         async with self.watch.turn(log):
-            await self._replicas.present(self._limits.gateway_wait)
-        return len((await self._prompt(log, await self._seeing(log, asked))).tokens)
+            await self.replicas.present(self._limits.gateway_wait)
+        return len((await self._of_chat(log, asked))[1].tokens)
 
     # --- before it is sampled
 
-    async def _check(self, log: SessionLog, asked: ChatTurn | TokenTurn) -> None:
+    async def _ready(self, log: SessionLog, asked: Any) -> tuple[Any, TurnPrompt, Sampling, str]:
+        """Returns a request with its prompt, whose pictures are stored, how it is sampled, and its grammar. Raises TurnRefused."""
         if log.ended is not None:
             raise _over(log)
         if time.time() > log.deadline:
             raise TurnRefused(410, "the session's deadline has passed", code="session_ended")
         async with self.watch.turn(log):
-            await self._replicas.present(self._limits.gateway_wait)
-        self._replicas.check_version(asked.min_version, self._replicas.fleet(log.session.evaluation))
-        check_tokens(max(asked.sampling.stop_token_ids, default=0), self._replicas.vocabulary, "stop_token_ids")
+            await self.replicas.present(self._limits.gateway_wait)
+        self.replicas.check_version(asked.min_version, self.replicas.fleet(log.session.evaluation))
+        check_tokens(max(asked.sampling.stop_token_ids, default=0), self.replicas.vocabulary, "stop_token_ids")
+        asked, prompt = await (self._of_chat(log, asked) if isinstance(asked, ChatTurn) else self._of_tokens(log, asked))
+        context, stop_ids = self.replicas.context, self._chat.stop_ids
+        sampling = turn_sampling(log.session, asked.sampling, len(prompt.tokens), context, stop_ids, asked.place)
+        grammar = self._chat.varied(asked.variables).grammar(asked, prompt.tokens) if isinstance(asked, ChatTurn) else ""
+        async with self.watch.turn(log):
+            await self._pictures.store(log, prompt.pictures, asked.shown)
+        return asked, prompt, sampling, grammar
 
-    async def _seeing(self, log: SessionLog, asked: ChatTurn) -> ChatTurn:
-        return replace(asked, shown=await self._pictures.of(log, pictures_in(asked.messages), asked.pictures, asked.place))
+    async def _of_chat(self, log: SessionLog, asked: ChatTurn) -> tuple[ChatTurn, TurnPrompt]:
+        asked = replace(asked, shown=await self._pictures.of(log, pictures_in(asked.messages), asked.pictures, asked.place))
+        prompt = await self._prompt(log, asked)
+        if prompt.continues and prompt.continues[0].messages:  # what is stored of a conversation is stored once
+            before, further = prompt.continues
+            asked = replace(asked, after=before.request, kept=asked.kept[-further:])
+        return asked, prompt
+
+    async def _of_tokens(self, log: SessionLog, asked: TokenTurn) -> tuple[TokenTurn, TurnPrompt]:
+        prompt = await asyncio.to_thread(self._chat.encode, asked.prompt) if isinstance(asked.prompt, str) else asked.prompt
+        check_tokens(int(max(prompt, default=0)), self.replicas.vocabulary, asked.place)
+        parent = log.extended(prompt)
+        names = () if parent is None else parent.pictures
+        asked = replace(asked, shown=await self._pictures.of(log, names, {}, asked.place))
+        self._pictures.check(prompt, names, asked.shown, asked.place)
+        return asked, TurnPrompt(prompt, parent, pictures=names)
 
     async def _prompt(self, log: SessionLog, asked: ChatTurn) -> TurnPrompt:
         """Returns a turn's prompt; other requests do not wait while a long one is made. Raises TurnRefused."""
         if asked.variables:
             await asyncio.to_thread(self._chat.varied, asked.variables)
         length = self._chat.text_bytes(asked.messages, asked.tools)
-        if length > self._replicas.context * self._chat.tokenizer.longest_token:
-            raise overlong_prompt(length, self._replicas.context - 1, asked.place, "bytes of text")
+        if length > self.replicas.context * self._chat.tokenizer.longest_token:
+            raise overlong_prompt(length, self.replicas.context - 1, asked.place, "bytes of text")
         if length < LONG_BYTES:
             return self._made(log, asked)
         return await asyncio.to_thread(self._made, log, asked)
@@ -380,26 +388,18 @@ class Turns:
 
     # --- generating
 
-    async def _turn(self, log: SessionLog, prompt: TurnPrompt, asked: ChatTurn | TokenTurn, live: LiveTurn | None) -> Turn:
-        context, stop_ids = self._replicas.context, self._chat.stop_ids
-        sampling = turn_sampling(log.session, asked.sampling, len(prompt.tokens), context, stop_ids, asked.place)
-        grammar = self._chat.varied(asked.variables).grammar(asked, prompt.tokens) if isinstance(asked, ChatTurn) else ""
-        try:
+    async def _result(self, log: SessionLog, one: Any, live: LiveTurn | None, ready: Callable[[], Awaitable[Any]]) -> TurnResult:
+        turn: Any = log.turns.get(one.request_id)
+        if turn is None:
+            asked, prompt, sampling, grammar = await (ready() if isinstance(one, ChatTurn) else self._ready(log, one))
             async with self.watch.turn(log):
-                await self._pictures.store(log, prompt.pictures, asked.shown)
-                begun = await self._begun(log, asked.request_id, prompt)
-                if isinstance(begun, Turn):
-                    return begun
-                asked = replace(asked, sampling=replace(asked.sampling, seed=turn_seed(log, asked)))
-                if live is not None:
-                    live.begin(begun)
-                return await self._traced(log, begun, self._sampled(log, replace(begun), sampling, asked, live, grammar))
-        except SessionOver:
-            raise _over(log) from None
-        except SessionUnknown:
-            raise TurnRefused(410, "the session's record is gone", code="session_ended") from None
-        except TurnHeld:
-            raise TurnRefused(503, "another request has taken the turn over", code="turn_held", retry_after_s=1.0) from None
+                turn = await self._begun(log, one.request_id, prompt)
+                if isinstance(turn, PendingTurn):
+                    asked = replace(asked, sampling=replace(asked.sampling, seed=turn_seed(log, one)))
+                    if live is not None:
+                        live.begin(turn)
+                    turn = await self._traced(log, turn, self._sampled(log, replace(turn), sampling, asked, live, grammar))
+        return (self._answers.chat if isinstance(one, ChatTurn) else self._answers.tokens)(turn, log.session, one)
 
     async def _traced(self, log: SessionLog, begun: PendingTurn, sampled: Awaitable[Turn]) -> Turn:
         """Returns the turn that is sampled; its span is added whatever ends it."""
@@ -499,7 +499,7 @@ class Turns:
         wanted = sampling.model_copy(update={"max_new_tokens": most, "min_new_tokens": min(fewest, most)})
         tokens = np.concatenate([pending.prompt, pending.completion])
         while True:
-            async with self._replicas.place(log, len(tokens), min_version, self._limits.gateway_wait) as (target, limit, resident):
+            async with self.replicas.place(log, len(tokens), min_version, self._limits.gateway_wait) as (target, limit, resident):
                 request = TurnRequest(
                     request=pending.request,
                     input_ids=tokens,
@@ -516,14 +516,14 @@ class Turns:
                 try:
                     generated = await self._client.generate(target.url, request, hear)
                     limit.ended(generated.retractions, time.monotonic())
-                    self._replicas.failed.answered(target.instance)
+                    self.replicas.failed.answered(target.instance)
                     resident.tokens = len(tokens) + len(generated.completion)
                     return generated, target.instance
                 except ReplicaFailed as error:
                     self._log.warning("replica_failed", replica=target.instance, error=str(error))
                     if error.busy:
                         limit.ended(1, time.monotonic())  # it had no room
-                    self._replicas.failed.avoid(target.instance)
+                    self.replicas.failed.avoid(target.instance)
 
     async def _ended(self, log: SessionLog, whole: PendingTurn, finish: Finish, cached: int, asked: ChatTurn | TokenTurn) -> Turn:
         beside: dict[str, Any] = {"cached": cached, "replica": whole.replica, "top_log_probs": whole.top_log_probs, "kept": whole.kept}
@@ -540,8 +540,7 @@ class Turns:
                 after=asked.after,
                 thread=asked.thread if kept else "",
             )
-        recorded = {name: getattr(turn, name) for name in RECORDED}
-        return await self._sessions.append(log, TurnEnded(holder=whole.holder, **recorded))
+        return await self._sessions.append(log, TurnEnded(holder=whole.holder, **{name: getattr(turn, name) for name in RECORDED}))
 
 
 def _over(log: SessionLog) -> TurnRefused:

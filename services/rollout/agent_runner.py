@@ -10,34 +10,27 @@ left; and where none comes, each container ends by itself a while after its dead
 
 import asyncio
 import base64
-import contextlib
 import hashlib
-import json
 import os
-import shutil
 import socket
 import sys
-import tempfile
 import uuid
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import structlog
 
+from shared.agents.agent_options import CommandFailed, environment_of, run_command
 from shared.config.eval_views import agents, eval_view
 from shared.config.rollout_section import RolloutSection
 from shared.config.run_config import RunConfig
 from shared.hooks import HookFailed, reward_values
 from shared.hooks.loading import agent_paths
-from shared.process.child_process import ChildProcess, cause
-from shared.process.worker_pool import CallBlocked, WorkerDied, WorkerFailed, WorkerGone, WorkerPool, process_streams, worker_environment
+from shared.process.worker_pool import CallBlocked, WorkerDied, WorkerFailed, WorkerGone, WorkerPool, worker_environment
 from shared.rewards.reference import Reference
 from shared.runtime.errors import BadMessage, DeadlineExceeded
 from shared.runtime.host import HARDENED, RuntimeFailed, check_containers, client_environment, remove_container, remove_labelled
-from shared.runtime.safe_files import parse_json
-from shared.runtime.safe_text import printable_line
 from shared.runtime.tasks import awake_timeout
 from shared.schema.ledger import is_evaluation
 from shared.schema.messages import Task
@@ -153,68 +146,6 @@ def with_pictures(messages: Any, pictures: Iterable[bytes]) -> Any:
         return [SENT[part["type"]](next(given)) if part["type"] in SENT else part for part in content]
 
     return [{**message, "content": shown(message["content"])} for message in messages]
-
-
-def environment_of(base_url: str, api_key: str) -> dict[str, str]:
-    """Returns the variables by which OpenAI's and Anthropic's clients find the gateway. Anthropic's appends ``/v1`` itself."""
-    root = base_url.removesuffix("/v1")
-    return {"OPENAI_BASE_URL": base_url, "OPENAI_API_KEY": api_key, "ANTHROPIC_BASE_URL": root, "ANTHROPIC_API_KEY": api_key}
-
-
-TAIL_BYTES = 64 * 1024  # the end of the output that is kept: the last line is in it
-POLL_INTERVAL_S = 0.05
-SHOWN = 300  # characters of a line that an error quotes
-
-
-class CommandFailed(Exception):
-    """The command ended with something else than a reward. ``code``: its exit code; None where it was not started."""
-
-    def __init__(self, reason: str, code: int | None = None) -> None:
-        self.code = code
-        super().__init__(reason)
-
-
-async def run_command(command: Sequence[str], environment: Mapping[str, str], data: Mapping[str, object]) -> object:
-    """Returns what the command's last line says, and None where it prints nothing. It has a directory of its own as TMPDIR. Its whole
-    process group is killed when it ends, and when this is cancelled. Raises CommandFailed."""
-    scratch = Path(tempfile.mkdtemp(prefix="myxo-agent-"))
-    try:
-        process = ChildProcess("an agent", command, None, {**environment, "TMPDIR": str(scratch)}, watchdog=True, scratch=scratch)
-    except OSError as error:
-        shutil.rmtree(scratch, ignore_errors=True)
-        raise CommandFailed(f"cannot be started: {error}") from None
-    try:
-        output, requests = await process_streams(process)
-        reading = asyncio.create_task(_tail(output))
-        requests.write(json.dumps(data, ensure_ascii=False).encode() + b"\n")
-        with contextlib.suppress(ConnectionError):  # it need not read
-            requests.close()
-        while (code := process.exit_code()) is None:
-            await asyncio.sleep(POLL_INTERVAL_S)
-        return _result(await reading, code)
-    finally:
-        await asyncio.to_thread(process.stop, 0)
-
-
-async def _tail(output: asyncio.StreamReader) -> bytes:
-    kept = b""
-    while more := await output.read(TAIL_BYTES):
-        kept = (kept + more)[-TAIL_BYTES:]
-    return kept
-
-
-def _result(output: bytes, code: int) -> object:
-    lines = [line for line in output.decode(errors="replace").splitlines() if line.strip()]
-    last = lines[-1] if lines else ""
-    said = f": {printable_line(last, SHOWN)}" if last else ""
-    if code:
-        raise CommandFailed(f"ended with {cause(code)}{said}", code)
-    if not last:
-        return None
-    try:
-        return parse_json(last)
-    except ValueError:
-        raise CommandFailed(f"its last line is no reward in JSON (a number, an object of numbers, or null){said}", code) from None
 
 
 # The seconds beyond ``agent_timeout`` after which a container ends by itself; the second where that does not run while engines sleep.

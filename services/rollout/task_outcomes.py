@@ -24,6 +24,7 @@ from shared.bus.bus_errors import TRANSIENT
 from shared.bus.work_queue import MessageLease
 from shared.config.engine_limits import longest_trained
 from shared.config.run_config import RunConfig
+from shared.data.media import MediaRule
 from shared.runtime.errors import BadMessage, ConfigError, DeadlineExceeded, Fault, PayloadChanged, PayloadMissing
 from shared.runtime.safe_files import private_directory, read_regular, replace_file
 from shared.runtime.telemetry import declare_metrics
@@ -160,7 +161,8 @@ class TaskOutcomes:
         self._spool = SampleSpool.of(service.config)
         self._published: dict[tuple[str, int], int] = {}  # the tasks in hand → when the server took each
         self._teachers = Teachers(objective, temperature) if objective.opd_teachers else None
-        self._longest = longest_trained(service.config)
+        rule = MediaRule.of_run(service.config)
+        self._longest, self._shown = longest_trained(service.config), None if rule is None else rule.shown
 
     async def close(self) -> None:
         """Closes the connections to teachers."""
@@ -187,7 +189,7 @@ class TaskOutcomes:
 
         Raises BadMessage for samples that are too large, or too long to be trained, and as `Teachers.taught` does."""
         if not is_evaluation(task.group):
-            samples = fitted(samples, self._longest, self._config.rollout.overlong_samples)
+            samples = fitted(samples, self._longest, self._config.rollout.overlong_samples, self._shown)
             if self._teachers is not None:
                 samples = await self._teachers.taught(samples)
 

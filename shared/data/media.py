@@ -114,6 +114,13 @@ class MediaRule:
         """Returns how many tokens a picture or a sound in its stored form takes. Raises BadMedia where it is in another one."""
         raise NotImplementedError
 
+    def shown(self, sample: Sample, longest: int) -> tuple[int, tuple[bytes, ...]]:
+        """Returns how many of a sample's first ``longest`` tokens end in no picture or sound, and those that they show."""
+        places = np.flatnonzero(np.concatenate([sample.prompt, sample.response]) == self.token)
+        ends = np.cumsum([0, *map(self.stored_tokens, sample.pictures)])
+        count = int(np.searchsorted(ends, np.searchsorted(places, longest), "right")) - 1
+        return min([longest, *places[ends[count] : ends[count] + 1].tolist()]), sample.pictures[:count]
+
     def expanded(self, ids: NDArray[np.int32], counts: Sequence[int]) -> NDArray[np.int32]:
         """Returns ids with each one's single token repeated so often. Raises BadMedia where there are more to show, or fewer."""
         if (found := int(np.count_nonzero(ids == self.token))) != len(counts):

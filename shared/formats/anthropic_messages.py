@@ -191,7 +191,7 @@ def _conversation(asked: _CountBody) -> dict[str, Any]:
 def _constraints(asked: _CountBody, choice: _ToolChoice, tools: list[dict[str, Any]]) -> Iterator[wire.Constraint]:
     if choice.type in ("any", "tool"):
         yield wire.call_constraint("tool_choice", [choice.name] if choice.type == "tool" else [], tools, required=True)
-    if choice.disable_parallel_tool_use and tools:
+    if choice.disable_parallel_tool_use and tools and choice.type != "none":
         yield wire.single_call("tool_choice.disable_parallel_tool_use")
     if asked.output_format is not None:
         yield wire.json_constraint("output_format", asked.output_format.definition)
@@ -200,7 +200,7 @@ def _constraints(asked: _CountBody, choice: _ToolChoice, tools: list[dict[str, A
 
 
 def answer(turn: wire.ChatTurn, result: wire.TurnResult) -> dict[str, Any]:
-    """Returns the message. Raises TurnRefused where the turn was aborted."""
+    """Returns the message."""
     extra = wire.beside(result)
     content: list[dict[str, Any]] = []
     if result.reasoning and turn.reasoning:

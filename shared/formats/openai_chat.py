@@ -150,7 +150,7 @@ class OpenAIBody(fields.ChatSamplingFields):
 
     def tool_use(self, tools: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         """Returns the fields of a turn that say how tools are used. Raises TurnRefused."""
-        single = [] if self.parallel_tool_calls or not tools else [wire.single_call("parallel_tool_calls")]
+        single = [] if self.parallel_tool_calls or not tools or self.tool_choice == "none" else [wire.single_call("parallel_tool_calls")]
         if self.tool_choice in ("auto", "none"):
             return {"tools": tools, "tool_choice": self.tool_choice, "constraints": (*single,)}
         names, required = _chosen(self.tool_choice)
@@ -314,7 +314,7 @@ def sampling(
 
 
 def answer(turn: wire.ChatTurn | wire.TokenTurn, *results: wire.TurnResult) -> dict[str, Any]:
-    """Returns the completion, of chat or text, with the result of each choice. Raises TurnRefused where a turn was aborted."""
+    """Returns the completion, of chat or text, with the result of each choice."""
     spelled = isinstance(turn, wire.TokenTurn)
     choices = [
         {"index": at, **({"text": result.content} if spelled else {"message": _message(result)}), "logprobs": _logprobs(turn, result)}

@@ -227,7 +227,7 @@ def _messages(items: Iterable[_MessageItem | _CallItem | _CallOutputItem | _Reas
 
 
 def answer(turn: wire.ChatTurn, result: wire.TurnResult) -> dict[str, Any]:
-    """Returns the response. Raises TurnRefused where the turn was aborted."""
+    """Returns the response."""
     extra = wire.beside(result)
     cut = result.finish == "length"
     output = [_reasoning_item(result.request_id, result.reasoning)] if result.reasoning else []

@@ -88,7 +88,8 @@ def unknown_conversation(name: str, place: str) -> TurnRefused:
 
 def overlong_prompt(length: int, most: int, place: str = "messages", unit: str = "tokens") -> TurnRefused:
     """Returns the refusal of a prompt of a ``length`` where ``most`` tokens fit. ``place``: its field in the body."""
-    message = f"the prompt has {length} {unit}, more than the model's maximum context length of {most} leaves for it"
+    # Anthropic's clients know it by these words alone, OpenAI's by its code, or by "maximum context length"
+    message = f"prompt is too long: {length} {unit} > {most} maximum, by the model's maximum context length"
     return TurnRefused(400, message, field=place, code="context_length_exceeded")
 
 
@@ -108,8 +109,7 @@ def pictures_in(messages: Iterable[Mapping[str, Any]]) -> tuple[str, ...]:
 
 TASK_HEADER = "X-Myxo-Sampling-Of-Task"  # Of an answer: the sampling parameters that were asked otherwise, and stand as the task has them
 
-# ``stop``: by itself or at a stop string. ``abort``: the session ended meanwhile, and no answer can be made of the turn.
-Finish = Literal["stop", "length", "tool_calls", "abort"]
+Finish = Literal["stop", "length", "tool_calls"]  # ``stop``: by itself or at a stop string
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -366,16 +366,8 @@ def function_tool(name: str, description: str | None, parameters: Mapping[str, A
     return {"type": "function", "function": {"name": name, **{key: value for key, value in described.items() if value is not None}}}
 
 
-def aborted() -> TurnRefused:
-    """Returns the refusal of a turn that was aborted: nothing that was sampled of it is an answer."""
-    return TurnRefused(410, "the session ended before the turn did", code="session_ended")
-
-
 def beside(result: TurnResult) -> dict[str, Any]:
-    """Returns what an answer has beside the house's own fields: the weights' versions, and the tool calls that could not be read. Raises
-    TurnRefused where the turn was aborted."""
-    if result.finish == "abort":
-        raise aborted()
+    """Returns what an answer has beside the house's own fields: the weights' versions, and the tool calls that could not be read."""
     return {"weight_versions": {"oldest": result.versions[0], "newest": result.versions[1]}, **malformed(result)}
 
 

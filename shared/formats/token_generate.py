@@ -63,7 +63,7 @@ def parse(body: bytes, request_id: str) -> TokenTurn:
 
 
 def answer(turn: TokenTurn, result: TurnResult) -> dict[str, Any]:
-    """Returns the sampled tokens. Raises TurnRefused where the turn was aborted."""
+    """Returns the sampled tokens."""
     versions = {"weight_versions": beside(result)["weight_versions"]}
     assert result.tokens is not None  # a token turn is asked for them
     completion = result.tokens.completion.tolist()

@@ -19,6 +19,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import IO
 
 from shared.process.parent_watchdog import ALONE, kill_descendants
 from shared.runtime import failure_summary
@@ -61,7 +62,7 @@ class ChildProcess:
     Args:
         name: what it is, for errors. command: its command line. environment: all of it; None: this process's own.
         log_path: standard output and error are appended to it, its directory is made. None: standard input and output are the pipes
-            ``stdin`` and ``stdout``, and standard error is this process's.
+            ``stdin`` and ``stdout``, and standard error is ``errors``; None: this process's.
         watchdog: see the module. scratch: a directory that the watchdog removes when this process dies, and `stop` does otherwise.
         inherit: standard output and error are this process's, and there is no log.
     """
@@ -76,6 +77,7 @@ class ChildProcess:
         watchdog: bool = False,
         scratch: Path | None = None,
         inherit: bool = False,
+        errors: IO[bytes] | None = None,
     ) -> None:
         self.name, self.log_path = name, log_path
         self._scratch, self._lifeline = scratch, -1
@@ -100,7 +102,7 @@ class ChildProcess:
                 env=environment,
                 stdin=subprocess.PIPE if log_path is None and not inherit else subprocess.DEVNULL,
                 stdout=output,
-                stderr=None if log_path is None else output,
+                stderr=errors if log_path is None else output,
                 start_new_session=True,
                 pass_fds=(far_end,) if watchdog else (),
             )

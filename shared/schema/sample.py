@@ -564,6 +564,7 @@ def _segment(start: int, end: int, version: int) -> tuple[int, int, int]:
 
 
 OverlongPolicy = Literal["truncate", "mask", "drop", "alone"]
+Shown = Callable[[Sample, int], tuple[int, tuple[bytes, ...]]]  # `MediaRule.shown`
 NO_LIMIT = 1 << 31  # The most tokens of a sample where the policy is ``alone``: a longer sample than a micro-batch holds is one by itself
 
 
@@ -575,22 +576,24 @@ def too_long(tokens: int, longest: int) -> str:
     )
 
 
-def fitted(samples: Sequence[Sample], longest: int, policy: OverlongPolicy) -> list[Sample]:
+def fitted(samples: Sequence[Sample], longest: int, policy: OverlongPolicy, shown: Shown | None = None) -> list[Sample]:
     """Returns a group's samples with none over ``longest`` tokens: of a longer one the beginning of its response, trained or masked.
 
-    ``text`` stays whole, for the reward is that of all that was made. Raises BadMessage, naming the sample, where the policy is to drop the
-    group, where a prompt leaves no room for a response, and where nothing of the group would be trained.
+    ``text`` stays whole, for the reward is that of all that was made. ``shown``: how many of a sample's first tokens end in no picture, and
+    their pictures. Raises BadMessage, naming the sample, where the policy is to drop the group, where a prompt leaves no room for a
+    response, and where nothing of the group would be trained.
     """
     if all(sample.length <= longest for sample in samples):
         return list(samples)
-    found = [sample if sample.length <= longest else _cut(sample, longest, policy) for sample in samples]
+    found = [sample if sample.length <= longest else _cut(sample, longest, policy, shown) for sample in samples]
     if not any(sample.mask.any() for sample in found):
         raise BadMessage(f"no sample of group {samples[0].group} that could be trained fits: {_described(samples, longest)}")
     return found
 
 
-def _cut(sample: Sample, longest: int, policy: OverlongPolicy) -> Sample:
-    room = longest - len(sample.prompt)
+def _cut(sample: Sample, longest: int, policy: OverlongPolicy, shown: Shown | None) -> Sample:
+    length, pictures = (longest, sample.pictures) if shown is None else shown(sample, longest)
+    room = length - len(sample.prompt)
     if policy == "drop" or room < 1:
         raise BadMessage(_described([sample], longest))
     return replace(
@@ -601,7 +604,8 @@ def _cut(sample: Sample, longest: int, policy: OverlongPolicy) -> Sample:
         segments=[(start, min(end, room), version) for start, end, version in sample.segments if start < room],
         turn_rewards=[(min(start, room), min(end, room), reward) for start, end, reward in sample.turn_rewards],
         kept=sample.kept and sample.kept.part(0, room),
-        routed_experts=None if sample.routed_experts is None else sample.routed_experts[: longest - 1],
+        routed_experts=None if sample.routed_experts is None else sample.routed_experts[: length - 1],
+        pictures=pictures,
         finish="length",
     )
 

@@ -35,7 +35,7 @@ from shared.schema.sample import segments_of
 
 KEY_PREFIX = "sk-myxo-"
 SECRET_BYTES = 24
-Finish = Literal["stop", "length", "abort"]
+Finish = Literal["stop", "length"]
 TokenSpan = tuple[int, int, int]  # Tokens ``start`` to ``end`` (exclusive), all sampled under one weight ``version``
 
 
@@ -615,7 +615,7 @@ class TurnGeneration(SampledTokens):
     of memory. ``prompt_log_probs``: of the input's tokens, where they were asked for; NaN for the first.
     """
 
-    finish: Finish
+    finish: Finish | Literal["abort"]
     cached: Count = 0
     retractions: Count = 0
     prompt_log_probs: LogProbs = Field(default_factory=_none)

@@ -21,7 +21,6 @@ from shared.formats.request import (
     TurnResult,
     TurnTokens,
     TurnUsage,
-    aborted,
     deltas_of,
     started,
 )
@@ -112,6 +111,8 @@ def _chat_route(server: WireServer, wire: WireFormat):
     async def route(request: Request) -> Response:
         try:
             turn = unconstrained(wire.parse(await request.body(), "id"), server.constraints, evaluation=False, notes=True)
+            if turn.stream and isinstance(server.answers[0], TurnRefused):  # begun already
+                return StreamingResponse(refused_turn(wire.events(turn, started(PLAIN)), server.answers[0]), media_type="text/event-stream")
             result = server.answer(turn)
             if turn.stream:
                 return StreamingResponse(whole_turn(wire.events(turn, started(result)), result), media_type="text/event-stream")
@@ -125,9 +126,12 @@ def _chat_route(server: WireServer, wire: WireFormat):
 def whole_turn(events: TurnEvents, result: TurnResult) -> Iterator[bytes]:
     """Yields the events of a turn that has ended."""
     yield events.begin()
-    if result.finish == "abort":
-        yield events.refused(aborted())
-        return
     yield from map(events.delta, deltas_of(result))
     yield events.end(result)
     yield events.close([result])
+
+
+def refused_turn(events: TurnEvents, refused: TurnRefused) -> Iterator[bytes]:
+    """Yields the events of a turn that fails once it has begun."""
+    yield events.begin()
+    yield events.refused(refused)

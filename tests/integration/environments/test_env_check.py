@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from myxo.commands.agent_check import command_agent
 from myxo.commands.env import SKELETONS
 from myxo.main import main
 from shared.bus.connection import Bus
@@ -381,3 +382,20 @@ def test_bad_input(tmp_path: Path, words: list[str], field: str) -> None:
         timeout=120,
     )
     assert (done.returncode, field in done.stderr, done.stderr.count("\n")) == (2, True, 1), done.stderr
+
+
+@pytest.mark.parametrize("last", ["echo 0.5", "echo no licence >&2; exit 3", "wait"])
+async def test_what_a_checked_command_started_ends_with_it_as_in_a_run(tmp_path: Path, last: str) -> None:
+    """It holds the command's output open."""
+    pid = tmp_path / "pid"
+    played = asyncio.create_task(command_agent(["sh", "-c", f"sleep 600 & echo $! > {pid}; {last}"])({}, "http://h/v1", "key"))
+    child = (await until(lambda: pid.exists() and pid.read_text(), "what it starts")).strip()
+    if last == "wait":  # until its deadline
+        played.cancel()
+    await until(played.done, "the end of the command")
+    assert (last == "wait") == played.cancelled()
+    if last == "echo 0.5":
+        assert played.result() == 0.5
+    elif not played.cancelled():
+        assert str(played.exception()) == "ended with exit code 3: no licence"
+    await until(lambda: not Path(f"/proc/{child}").exists(), "the end of what it started")

@@ -143,11 +143,11 @@ async def test_what_may_be_served_later_is_asked_again(server, client, status) -
     assert len(server.turns) == 2
 
 
-async def test_an_aborted_turn_is_no_answer(server, client) -> None:
-    server.answers = [replace(PLAIN, finish="abort")]
-    with pytest.raises(anthropic.APIStatusError, match="session ended"):
+async def test_a_turn_whose_session_ends_is_no_answer(server, client) -> None:
+    server.answers = [TurnRefused(410, "the session has ended", code="session_ended")]
+    with pytest.raises(anthropic.APIStatusError, match="session has ended"):
         await client.messages.create(model="tiny", max_tokens=9, messages=ASK)
-    with pytest.raises(anthropic.APIError, match="session ended"):
+    with pytest.raises(anthropic.APIError, match="session has ended"):
         async with client.messages.stream(model="tiny", max_tokens=9, messages=ASK) as stream:
             await stream.get_final_message()
 

@@ -237,3 +237,8 @@ def test_a_grammar_takes_what_the_constraints_allow(chat: ChatTokens, constraint
     assert [text for text in refused if whole(text)] == []
     with pytest.raises(TurnRefused, match=f"{constraints[0].field}: an answer that the request begins"):
         chat.grammar(replace(asked, messages=[*ASK, {"role": "assistant", "content": "{"}]), chat.render(ASK, tools))
+
+
+def test_the_settings_of_many_sessions_at_once_are_kept(chat: ChatTokens) -> None:
+    forms = [chat.varied({"date": str(day)}) for day in range(20)]
+    assert all(chat.varied({"date": str(day)}) is form for day, form in enumerate(forms))

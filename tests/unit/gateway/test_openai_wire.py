@@ -163,8 +163,8 @@ async def test_what_may_be_served_later_is_asked_again(server, client, status) -
     assert len(server.turns) == 2
 
 
-async def test_an_aborted_turn_is_no_answer(server, client) -> None:
-    server.answers = [replace(PLAIN, finish="abort")]
+async def test_a_turn_whose_session_ends_is_no_answer(server, client) -> None:
+    server.answers = [TurnRefused(410, "the session has ended", code="session_ended")]
     for create in (
         lambda **more: client.chat.completions.create(model="tiny", messages=ASK, **more),
         lambda **more: client.responses.create(model="tiny", input=ASK, **more),
@@ -172,7 +172,7 @@ async def test_an_aborted_turn_is_no_answer(server, client) -> None:
         with pytest.raises(openai.APIStatusError) as raised:
             await create()
         assert raised.value.status_code == 410
-    with pytest.raises(openai.APIError, match="session ended"):
+    with pytest.raises(openai.APIError, match="session has ended"):
         async for _ in await client.chat.completions.create(model="tiny", messages=ASK, stream=True):
             pass
     events = [event async for event in await client.responses.create(model="tiny", input=ASK, stream=True)]
@@ -375,8 +375,9 @@ async def test_constraints_that_are_ignored_are_named_and_told_to_the_model(serv
         assert raw.headers["x-myxo-ignored"] == field
         turn = server.turns[-1]
         assert (list(turn.messages), turn.constraints) == ([{"role": "system", "content": note}, *ASK], ())
-    await client.chat.completions.create(model="tiny", messages=ASK, parallel_tool_calls=False)
-    assert (server.turns[-1].ignored, list(server.turns[-1].messages)) == ((), ASK), "without tools it says nothing"
+    for more in ({}, {"tools": TOOLS, "tool_choice": "none"}):
+        await client.chat.completions.create(model="tiny", messages=ASK, parallel_tool_calls=False, **more)
+        assert (server.turns[-1].ignored, list(server.turns[-1].messages)) == ((), ASK), "where none are made it says nothing"
 
 
 # --- the rest

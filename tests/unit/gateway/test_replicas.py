@@ -30,13 +30,14 @@ from services.gateway.replicas import (
 )
 from services.gateway.turns import LiveTurn, Turns, UnrecordedSessions
 from shared.config.service_sections import GatewaySection
-from shared.formats.request import TokenTurn, TurnRefused
+from shared.formats.request import ChatTurn, TokenTurn, TurnRefused
 from shared.schema.messages import Sampling
 from shared.schema.service_messages import ServiceStatus
 from shared.service.engine_load_balancer import EngineSpread
 from shared.sessions.session import CONTEXT_GAUGE, EVAL_GAUGE, VOCABULARY_GAUGE, Session, SessionLog, TurnGeneration
 from tests.support.http_server import http_server
 from tests.support.run_config import run_config
+from tests.support.wire_server import PLAIN
 
 
 def target(number: int, version: int = 3) -> GenerationTarget:
@@ -89,7 +90,7 @@ async def test_a_turn_that_waits_for_a_first_replica_is_told_that_its_gateway_st
     turns = Turns(Mock(), replicas, Mock(), Mock(), "m", "gateway-1", GatewaySection(), Mock(), Mock())
     turn: Any = TokenTurn(request_id="r1", model=None, prompt=np.ones(3, np.int32))
     log = SessionLog(asking("s", 3).session)
-    asked = [asyncio.create_task(work) for work in (turns.tokens(log, turn), turns.count(log, turn))]
+    asked = [*turns.results(log, turn), asyncio.create_task(turns.count(log, turn))]
     await asyncio.sleep(0)
     turns.watch.stop()
     for one in asked:
@@ -109,9 +110,26 @@ async def test_a_turn_that_is_penalised_is_one_request_s_from_its_beginning(monk
         turns = Turns(sessions, replicas, client, chat, "m", "gateway-1", GatewaySection(), Mock(on=False), seen)
         sampling = Sampling(temperature=1.0, max_new_tokens=9, repetition_penalty=penalty)
         log = SessionLog(asking("s", 3).session.model_copy(update={"sampling": sampling, "evaluation": True}))
-        await turns.tokens(log, TokenTurn(request_id="r1", model=None, prompt=np.ones(2, np.int32)), LiveTurn())
+        await turns.results(log, TokenTurn(request_id="r1", model=None, prompt=np.ones(2, np.int32)), [LiveTurn()])[0]
         assert log.turns["r1"].completion.tolist() == expected
         assert [one.args[1].input_ids.tolist() for one in client.generate.call_args_list] == requests
+
+
+async def test_the_answers_to_one_request_have_one_prompt_whose_pictures_are_stored_once() -> None:
+    replicas, sessions = Replicas(None, None, 8), UnrecordedSessions(None, "run")  # type: ignore[arg-type]
+    replicas.note([target(0)])
+    seen = Mock(of=AsyncMock(return_value={}), store=AsyncMock(), expanded=lambda tokens, messages, asked: tokens)
+    client = Mock(generate=AsyncMock(side_effect=[generated([5 + number], "stop") for number in range(3)]))
+    chat = MagicMock(stop_ids=[], text=lambda ids: "x" * len(ids), text_bytes=lambda messages, tools: 9, tokenizer=Mock(longest_token=9))
+    chat.varied.return_value.render.return_value, chat.varied.return_value.grammar.return_value = np.ones(2, np.int32), ""
+    turns = Turns(sessions, replicas, client, chat, "m", "gateway-1", GatewaySection(), Mock(on=False), seen)
+    turns._answers = Mock(chat=Mock(return_value=PLAIN))
+    log = SessionLog(asking("s", 3).session.model_copy(update={"sampling": Sampling(temperature=1.0, max_new_tokens=9)}))
+    asked = ChatTurn(request_id="r", model=None, messages=[{"role": "user", "content": "?"}], choices=3)
+    await asyncio.gather(*turns.results(log, asked))
+    assert sorted(log.turns) == ["r", "rn1", "rn2"] and {tuple(one.prompt.tolist()) for one in log.turns.values()} == {(1, 1)}
+    assert sorted(one.completion.tolist() for one in log.turns.values()) == [[5], [6], [7]]
+    assert (chat.varied.return_value.render.call_count, seen.store.await_count) == (1, 1)
 
 
 async def test_the_time_for_which_replicas_sleep_takes_nothing_from_the_wait_for_room() -> None:

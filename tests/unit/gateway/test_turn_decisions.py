@@ -3,7 +3,7 @@
 import json
 from dataclasses import replace
 from typing import Any
-from unittest.mock import AsyncMock, Mock
+from unittest.mock import AsyncMock, Mock, patch
 
 import numpy as np
 import pytest
@@ -24,11 +24,13 @@ from services.gateway.turn_decisions import (
     unconstrained,
 )
 from services.gateway.turns import UnrecordedSessions
+from shared.formats import anthropic_messages
 from shared.formats.request import ChatTurn, RequestedSampling, TokenTurn, TurnRefused, chat_call, json_constraint
 from shared.formats.request_body import LONGEST_ID
 from shared.schema.message import MAX_SAMPLES
 from shared.schema.messages import Sampling
-from shared.sessions.session import Session, SessionEnded, SessionLog, Turn, TurnBegun, TurnEnded, TurnGeneration
+from shared.sessions.session import Session, SessionEnded, SessionLog, SessionOver, Turn, TurnBegun, TurnEnded, TurnGeneration
+from shared.sessions.session_store import SessionStore
 
 TASK = Sampling(temperature=0.8, top_p=0.9, max_new_tokens=100, stop=["END"], stop_token_ids=[7])
 
@@ -78,7 +80,7 @@ def test_a_turn_is_no_longer_than_the_task_and_the_context_let_it() -> None:
     assert turn_sampling(session(), RequestedSampling(), 500, 512, []).max_new_tokens == 12
     longer = session(sampling=TASK.model_copy(update={"min_new_tokens": 50}))
     assert turn_sampling(longer, RequestedSampling(), 500, 512, []).min_new_tokens == 12
-    with pytest.raises(TurnRefused, match="maximum context length") as refused:
+    with pytest.raises(TurnRefused, match="prompt is too long: 512 tokens > 511 maximum, by the model's maximum context length") as refused:
         turn_sampling(session(), RequestedSampling(), 512, 512, [])
     assert refused.value.status == 400
     with pytest.raises(TurnRefused, match="prompt: expected a prompt of at least one token"):
@@ -92,6 +94,27 @@ def test_a_session_that_has_ended_asks_frozen_models_for_nothing_more() -> None:
     assert UnrecordedSessions.log_for(log).ended == log.ended and UnrecordedSessions.log_for(SessionLog(session())).ended is None
     of_policy = {"kept": 8, "variables": {"enable_thinking": False}, "min_version": 3, "seed": 4}
     assert UnrecordedSessions.log_for(SessionLog(session(**of_policy))).session == UnrecordedSessions.log_for(SessionLog(session())).session
+
+
+def test_of_no_calls_there_is_none_too_many() -> None:
+    """A turn that makes none would have an empty grammar."""
+    choice = {"type": "none", "disable_parallel_tool_use": True}
+    tools = [{"name": "add", "input_schema": {"type": "object"}}]
+    body = {"model": "m", "max_tokens": 9, "messages": ASKED, "tools": tools, "tool_choice": choice}
+    assert anthropic_messages.parse(json.dumps(body).encode(), "r").constraints == ()
+
+
+async def test_a_frozen_models_turn_is_over_with_its_session() -> None:
+    sessions = UnrecordedSessions(None, "run")  # type: ignore[arg-type]
+    log, other = (UnrecordedSessions.log_for(SessionLog(session(id=name))) for name in ("s1", "s2"))
+    begun = TurnBegun(request="r1", holder="a", at=0.0, until=1.0, rest=np.arange(2))
+    await sessions.begin(log, begun)
+    with patch.object(SessionStore, "ended", AsyncMock(return_value={"s1"})):
+        await sessions.refresh_all([log, other])
+    assert log.ended is not None and other.ended is None
+    assert (await sessions.begin(log, begun)).prompt.tolist() == [0, 1]  # it is let go of
+    with pytest.raises(SessionOver):
+        await sessions.begin(log, TurnBegun(request="r2", holder="a", at=0.0, until=1.0, rest=np.arange(2)))
 
 
 ASKED = [{"role": "user", "content": "2+2?"}]
@@ -163,10 +186,14 @@ def test_a_message_is_the_same_without_its_reasoning_and_with_arguments_written_
     thought = {**CALLS, "reasoning_content": "two and two"}
     anew = {**CALLS, "tool_calls": [chat_call("c9", "add", json.dumps({"b": 2, "a": 2}))]}
     broken = {**CALLS, "tool_calls": [chat_call("c1", "add", '{"a": 2')]}
-    found = {name: digests([*ASKED, message], [])[-1] for name, message in (("thought", thought), ("anew", anew), ("broken", broken))}
+    drawn = {**CALLS, "tool_calls": [chat_call("c1", "add", '{"a": 2.0, "b": 2e0}')]}  # JavaScript writes it as `anew`
+    half = {**CALLS, "tool_calls": [chat_call("c1", "add", '{"a": 2.5, "b": 1e999}')]}
+    given = {"thought": thought, "anew": anew, "broken": broken, "drawn": drawn, "half": half}
+    found = {name: digests([*ASKED, message], [])[-1] for name, message in given.items()}
     deep = {**CALLS, "tool_calls": [chat_call("c1", "add", '{"a":' * 5000 + "1" + "}" * 5000)]}
     assert digests([deep], []), "what cannot be read is text"
-    assert found["thought"] == found["anew"] == digests([*ASKED, CALLS], [])[-1] != found["broken"]
+    assert found["thought"] == found["anew"] == found["drawn"] == digests([*ASKED, CALLS], [])[-1] != found["broken"]
+    assert found["half"] not in (found["drawn"], found["broken"])
 
 
 def test_the_calls_of_an_answer_have_ids_that_may_come_back() -> None:

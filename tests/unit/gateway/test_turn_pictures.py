@@ -5,6 +5,7 @@ import base64
 import functools
 import json
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -75,7 +76,8 @@ class Gateway:
 
     def turn(self, asked: ChatTurn, answer: str) -> Turn:
         async def made() -> Turn:
-            seeing = await self.turns._seeing(self.log, asked)
+            shown = await self.pictures.of(self.log, pictures_in(asked.messages), asked.pictures, asked.place)
+            seeing = replace(asked, shown=shown)
             prompt = self.turns._made(self.log, seeing)
             await self.pictures.store(self.log, prompt.pictures, seeing.shown)
             completion = np.asarray(self.chat.tokenizer.encode(answer), np.int32)

@@ -1,19 +1,26 @@
 """What is told of a turn while it is drawn is the beginning of its answer, wherever markers, characters and stop strings are cut."""
 
+import asyncio
 from pathlib import Path
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from services.gateway import routes
 from services.gateway.chat_tokens import TOOL, ChatTokens
+from services.gateway.routes import StreamedAnswer
 from services.gateway.turn_decisions import TurnAnswers, TurnText
-from shared.formats.request import ChatTurn, RequestedSampling, TurnDelta, TurnRefused, TurnResult
+from services.gateway.turns import LiveTurn
+from shared.formats.anthropic_messages import MessageEvents
+from shared.formats.request import ChatTurn, RequestedSampling, TurnDelta, TurnRefused, TurnResult, TurnStart
 from shared.schema.messages import Sampling
-from shared.sessions.session import Session, Turn
+from shared.sessions.session import Session, Turn, TurnGeneration
 from tests.support.byte_tokenizer import MARKERS, write_byte_tokenizer
 from tests.support.qwen3_tokenizer import write_qwen3_tokenizer
+from tests.support.wire_server import PLAIN
 
 TEMPLATE = "{% for message in messages %}{{ message.content }}{% endfor %}{# <tool_call> #}"
 CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 1, "b": "é"}}\n</tool_call>'
@@ -116,3 +123,22 @@ def test_a_stop_string_with_a_special_token_in_it_ends_nothing(chat: ChatTokens)
     assert whole.stop_text == "STOP" and whole.content.endswith("OP to ")
     parted = answered(chat, [], ids[: -len(" to STOP")], asked, "stop")
     assert parted.stop_text is None and parted.content.endswith("OP")
+
+
+async def test_a_stream_whose_text_waits_for_the_end_of_its_turn_is_kept_alive(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tokens come all the time, of a call that is shown as a whole: as long as no byte follows, clients hang up."""
+    monkeypatch.setattr(routes, "SILENT_SECONDS", 0.0)
+    live, turn, heard = LiveTurn(), asyncio.get_running_loop().create_future(), iter(range(5))
+    one = TurnGeneration(completion=np.ones(1, np.int32), log_probs=np.zeros(1, np.float32), spans=((0, 1, 0),), finish="abort")
+
+    def add(_tokens: list[int]) -> list[TurnDelta]:
+        live.hear(one) if next(heard, None) is not None else turn.set_result(PLAIN)
+        return []
+
+    text = Mock(add=add, finish=lambda result: [TurnDelta(content=result.content)])
+    start, asked = TurnStart(request_id="r", model="tiny", created=1, prompt=0), ChatTurn(request_id="r", model="m", messages=[])
+    answer = StreamedAnswer(turn, live, start, lambda begun: MessageEvents(asked, begun), lambda: text)
+    live.hear(one)
+    events = [event async for event in answer.events()]
+    assert b"message_start" in events[0] and b"message_stop" in events[-1] and answer.ended
+    assert len(events) > 3 and {event.split(b"\n")[0] for event in events[1:-1]} == {b"event: ping"}

@@ -6,21 +6,24 @@ import json
 import struct
 import zlib
 from dataclasses import replace
+from unittest.mock import AsyncMock, Mock
 
 import numpy as np
 import pytest
 from PIL import Image
 
+from services.rollout.task_outcomes import TaskOutcomes
 from shared.data.media import BadMedia, PictureRule, picture_check
 from shared.data.prompts import PromptReader, TrainingPrompts
 from shared.data.rows import RowEntry
 from shared.data.tokenizer import Tokenizer
-from shared.runtime.errors import ConfigError
-from shared.schema.sample import Sample, SampleLimits, decode, encode
+from shared.runtime.errors import BadMessage, ConfigError
+from shared.schema.sample import Sample, SampleLimits, decode, encode, fitted
 from tests.support.run_config import run_config, write_jsonl
 from tests.support.tables import not_refused
 from tests.support.tiny_audio import wav
 from tests.support.tiny_vision import png, write_tiny_vision_model
+from tests.support.train_samples import train_sample
 from tests.support.valid_messages import example
 
 KEY = {"image": "images"}
@@ -237,6 +240,29 @@ def test_samples_whose_pictures_are_not_those_of_their_tokens_are_refused(folder
     assert "shows none" in str(whole.problem(SampleLimits(pictures=picture_check(blind))))
     [again] = decode(encode([whole], 100), limits)
     assert again.pictures == whole.pictures
+
+
+@pytest.mark.parametrize("policy", ["mask", "truncate"])
+def test_of_a_longer_sample_no_picture_is_cut_in_two_and_those_behind_are_left_out(folder, policy):
+    shown = reader(folder).read(entry(folder, prompt="<image>?", images=["a.png"]))
+    rule, begun, limits = PictureRule.read(folder / "model"), len(shown.tokens), SampleLimits(pictures=picture_check(config(folder)))
+    response = [5, 6, *[rule.token] * 40, 7, *[rule.token] * 40, 8]
+    fits, long = train_sample([1], [2]), train_sample(shown.tokens, response, pictures=shown.pictures * 3, index=1)
+    for room, expected in {1: (1, 1), 2: (2, 1), 3: (2, 1), 41: (2, 1), 42: (42, 2), 43: (43, 2), 82: (43, 2), 83: (83, 3)}.items():
+        _, cut = fitted([fits, long], begun + room, policy, rule.shown)
+        assert (len(cut.response), len(cut.pictures), cut.problem(limits)) == (*expected, None)
+        assert cut.mask.any() == (policy == "truncate")
+    with pytest.raises(BadMessage, match=f"sample g/1 has {begun + 84} tokens, a micro-batch holds at most {begun}"):
+        fitted([fits, long], begun, policy, rule.shown)
+
+
+async def test_a_group_is_handed_in_without_the_pictures_behind_the_cut(folder):
+    outcomes = TaskOutcomes(Mock(config=config(folder)))
+    rule, outcomes._longest, outcomes._stored = PictureRule.read(folder / "model"), 4, AsyncMock()
+    long = train_sample([1], [2, 3, *[rule.token] * 40], pictures=(png(64, 40),), index=1)
+    await outcomes.generated(Mock(group="g00000001"), [train_sample([1], [2]), long], 0.0, 0.0)
+    [_, cut] = outcomes._stored.call_args.args[1]
+    assert (cut.response.tolist(), cut.pictures, cut.mask.any()) == ([2, 3], (), False)
 
 
 def test_ids_for_engines_have_one_place_for_each_picture(folder):
