@@ -19,7 +19,7 @@ class ParallelLayout:
         tensor: ranks that share each weight matrix. pipeline: stages of layers. context: ranks that share a sequence.
         expert: ranks that share the experts of a layer, from among the tensor-, context- and data-parallel ranks.
         sequence_parallel: also split norms and residuals over ``tensor``.
-        chunks: model chunks of each rank, in interleaved pipelines several.
+        virtual_pipeline: model chunks of each rank, if several.
         expert_tensor: ranks that share each expert's matrices; None for Myxo's choice: none where ``expert`` distributes
             whole experts, else ``tensor``. See :attr:`expert_tensor_size`.
         vocabulary_multiple: each rank's part of the vocabulary is a multiple of it; see :meth:`padded_vocabulary`.
@@ -30,7 +30,7 @@ class ParallelLayout:
     context: int = 1
     expert: int = 1
     sequence_parallel: bool = False
-    chunks: int = 1
+    virtual_pipeline: int | None = None
     expert_tensor: int | None = None
     vocabulary_multiple: int = 1
 
@@ -39,6 +39,11 @@ class ParallelLayout:
         gradient, and no place in an export."""
         multiple = self.vocabulary_multiple * self.tensor
         return -(-vocab_size // multiple) * multiple
+
+    @property
+    def chunks(self) -> int:
+        """Returns the number of model chunks of each rank, several in interleaved pipelines."""
+        return self.virtual_pipeline or 1
 
     @property
     def expert_tensor_size(self) -> int:
@@ -50,6 +55,7 @@ class ParallelLayout:
     @classmethod
     def of(cls, trainer: TrainerSection) -> "ParallelLayout":
         """Returns the layout that a run's config asks for."""
+        found = -(-_stages(trainer.megatron) // trainer.pipeline_model_parallel_size)
         return cls(
             tensor=trainer.tensor_model_parallel_size,
             pipeline=trainer.pipeline_model_parallel_size,
@@ -57,9 +63,7 @@ class ParallelLayout:
             expert=trainer.expert_model_parallel_size,
             # the torch backend needs no such choice: tokens are split behind the layers
             sequence_parallel=(trainer.sequence_parallel or trainer.trainer_backend == "torch") and trainer.tensor_model_parallel_size > 1,
-            chunks=trainer.virtual_pipeline_model_parallel_size
-            or -(-_stages(trainer.megatron) // trainer.pipeline_model_parallel_size)
-            or 1,
+            virtual_pipeline=trainer.virtual_pipeline_model_parallel_size or (found if found > 1 else None),
             expert_tensor=trainer.expert_tensor_parallel_size,
             vocabulary_multiple=trainer.make_vocab_size_divisible_by,
         )
@@ -200,8 +204,10 @@ def _pipeline_problems(a: Architecture, layout: ParallelLayout, overrides: Mappi
     elif len(sized) == len(uneven):  # otherwise Megatron itself sizes the stages
         yield from _sized_problems(a, layout, sized)
     elif (stages := _stages(uneven)) and stages != layout.pipeline * layout.chunks:
-        whole = f"{layout.pipeline * layout.chunks} stages, {layout.chunks} for each of the {layout.pipeline} ranks of a pipeline"
-        yield ConfigError("trainer.megatron.pipeline_model_parallel_layout", overrides[UNEVEN[-1]], f"{whole}; it has {stages}")
+        wanted = (
+            f"{layout.pipeline} stages, or {layout.pipeline * layout.chunks} where virtual_pipeline_model_parallel_size is {layout.chunks}"
+        )
+        yield ConfigError("trainer.megatron.pipeline_model_parallel_layout", overrides[UNEVEN[-1]], f"{wanted}; it has {stages}")
 
 
 def _sized_problems(a: Architecture, layout: ParallelLayout, sized: dict[str, int]) -> Iterator[ConfigError]:

@@ -1,5 +1,6 @@
 """The config of a trainer, and of a replay."""
 
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -47,11 +48,17 @@ def test_a_role_takes_the_section(tmp_path: Path):
     config = run_config(tmp_path, trainer={**GIVEN, "critic_lr": 1e-5})
     actor, critic = (TrainerSettings.from_run(config, role) for role in ("actor", "critic"))
     assert actor.trainer is config.trainer and critic.trainer is config.trainer
-    assert actor.layout == ParallelLayout(tensor=2, pipeline=2, context=2, expert=4, sequence_parallel=True, chunks=3, expert_tensor=1)
+    expected = ParallelLayout(tensor=2, pipeline=2, context=2, expert=4, sequence_parallel=True, virtual_pipeline=3, expert_tensor=1)
+    assert actor.layout == expected
     assert recomputation(actor.trainer) == {"recompute_granularity": "selective", "recompute_modules": ["core_attn", "mlp"]}
     assert (actor.value_head, critic.value_head) == (False, True)
     assert (actor.schedule.lr, critic.schedule.lr) == (1e-6, 1e-5)
     assert actor.dtype is torch.bfloat16 and actor.updates == config.rollout.num_rollout * config.trainer.num_steps_per_rollout
+
+
+def test_a_plain_layout_is_recorded_as_checkpoints_and_clients_states_have_it():
+    recorded = {"tensor": 1, "pipeline": 1, "context": 1, "expert": 1, "sequence_parallel": False, "virtual_pipeline": None}
+    assert asdict(ParallelLayout.of(TrainerSection())) == {**recorded, "expert_tensor": None, "vocabulary_multiple": 1}
 
 
 @table(

@@ -199,7 +199,7 @@ def test_a_layout_that_does_not_fit_is_refused_with_names_and_numbers(make_actor
         (
             "deep",
             {**PP2, "megatron": {"pipeline_model_parallel_layout": "Et|t|ttL"}},
-            ["= 'Et|t|ttL': 4 stages, 2 for each of", "it has 3"],
+            ["= 'Et|t|ttL': 2 stages, or 4 where virtual_pipeline_model_parallel_size is 2", "it has 3"],
         ),
         (
             "deep",
