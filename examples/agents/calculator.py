@@ -33,10 +33,10 @@ def calculate(expression: str) -> str:
         return f"error: {error}"
 
 
-def is_right(answer: str, label: str) -> bool:
+def is_right(answer: str, label: str | float) -> bool:
     """Whether the last number of an answer is the one that is wanted."""
-    numbers = re.findall(r"-?\d*\.?\d+", answer)
-    return bool(numbers) and numbers[-1] == label
+    numbers = re.findall(r"-?(?:(?<!\.)\.)?\d+(?:\.\d+)?", answer)  # dots before it are none of a number
+    return numbers[-1:] == [str(label)]
 
 
 def reward(turns: int, right: bool) -> dict[str, float]:

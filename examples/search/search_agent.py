@@ -48,7 +48,7 @@ async def run(data: dict[str, Any], base_url: str, api_key: str) -> dict[str, fl
                 break
             searches += len(found)
             messages += found
-    label = data["label"].split()
+    label = str(data["label"]).split()
     right = text.split()[-len(label) :] == label
     return {"reward": right * max(0.0, 1 - SEARCH_COSTS * searches), "right": float(right), "searches": float(searches)}
 

@@ -171,11 +171,15 @@ ASKED = {"model": "policy", "messages": [], "options": {}}
         ("15", "5", 0.0),
         ("2.5", "5", 0.0),
         ("-5", "5", 0.0),
+        (".5", "5", 0.0),
+        ("it is...5", "5", 1.0),
+        ("5", 5, 1.0),
+        ("2.5", 2.5, 1.0),
         ("", "5", 0.0),
     ],
 )
 def test_a_command_rewards_the_last_number_and_no_end_of_it(
-    said: str, label: str, right: float, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    said: str, label: str | float, right: float, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr("openai.OpenAI", Said(said))
     monkeypatch.setattr(sys, "stdin", io.StringIO(json.dumps({**ASKED, "label": label})))
