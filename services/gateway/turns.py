@@ -359,8 +359,8 @@ class Turns:
         if asked.variables:
             await asyncio.to_thread(self._chat.varied, asked.variables)
         length = self._chat.text_bytes(asked.messages, asked.tools)
-        if length > self.replicas.context * self._chat.tokenizer.longest_token:
-            raise overlong_prompt(length, self.replicas.context - 1, asked.place, "bytes of text")
+        if (fewest := length // self._chat.tokenizer.longest_token) >= self.replicas.context:
+            raise overlong_prompt(fewest, self.replicas.context - 1, asked.place)
         if length < LONG_BYTES:
             return self._made(log, asked)
         return await asyncio.to_thread(self._made, log, asked)

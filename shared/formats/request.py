@@ -86,10 +86,10 @@ def unknown_conversation(name: str, place: str) -> TurnRefused:
     return TurnRefused(404, f"no conversation {name[:200]!r} is stored in this session", field=place, code="conversation_not_found")
 
 
-def overlong_prompt(length: int, most: int, place: str = "messages", unit: str = "tokens") -> TurnRefused:
-    """Returns the refusal of a prompt of a ``length`` where ``most`` tokens fit. ``place``: its field in the body."""
+def overlong_prompt(length: int, most: int, place: str = "messages") -> TurnRefused:
+    """Returns the refusal of a prompt of at least ``length`` tokens where ``most`` fit. ``place``: its field in the body."""
     # Anthropic's clients know it by these words alone, OpenAI's by its code, or by "maximum context length"
-    message = f"prompt is too long: {length} {unit} > {most} maximum, by the model's maximum context length"
+    message = f"prompt is too long: {length} tokens > {most} maximum, by the model's maximum context length"
     return TurnRefused(400, message, field=place, code="context_length_exceeded")
 
 

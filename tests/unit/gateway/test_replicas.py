@@ -130,6 +130,10 @@ async def test_the_answers_to_one_request_have_one_prompt_whose_pictures_are_sto
     assert sorted(log.turns) == ["r", "rn1", "rn2"] and {tuple(one.prompt.tolist()) for one in log.turns.values()} == {(1, 1)}
     assert sorted(one.completion.tolist() for one in log.turns.values()) == [[5], [6], [7]]
     assert (chat.varied.return_value.render.call_count, seen.store.await_count) == (1, 1)
+    chat.text_bytes = lambda messages, tools: 512 * 9  # a token is 9 bytes at most
+    with pytest.raises(TurnRefused, match="prompt is too long: 512 tokens > 511 maximum"):
+        await turns.results(log, replace(asked, request_id="long"))[0]
+    assert seen.store.await_count == 1, "nothing of what is refused is stored"
 
 
 async def test_the_time_for_which_replicas_sleep_takes_nothing_from_the_wait_for_room() -> None:
