@@ -54,6 +54,8 @@ Values are written as for slime: a list as words (`--rollout-stop-token-ids 1 2`
 (`--moe-layer-freq [0]*3+[1]*58`), names with paths in pairs (`--eval-prompt-data aime a.jsonl gpqa b.jsonl`), a part of a file as
 `prompts.jsonl@[-100:]`, a mapping as JSON, a function as `package.module.function` or `package.module:function`. Of a flag that is given
 twice the last counts, and that is reported. A switch that is on by default is turned off by `--no-…`.
+Switches also take `true` or `false`, `1` or `0`, `yes` or `no`, `on` or `off`. What is renamed and off, as `partial_rollout = false` in a
+file over another, takes back what it sets where it is on.
 
 ## Where things are
 
@@ -68,7 +70,8 @@ twice the last counts, and that is reported. A switch that is on by default is t
 | `--load DIR` | The newest run in `DIR` continues, or one begins; `--fresh` begins anew. Beside a CONFIG file or a name it is not read. |
 | `--rollout-num-gpus` | By `--rollout-num-gpus-per-engine` it gives the engines; without it they fill the GPUs that there are. \
 With `--colocate` at most the trainer's. |
-| `--custom-config-path FILE` | Its keys, fields and flags, stand over all flags; the rest are attributes of `args` for your functions. |
+| `--custom-config-path FILE` | Its fields and flags, SGLang's too, stand over all flags; the rest are attributes of `args` for functions. |
+| `--sglang-router-request-timeout-secs` | The deadline of a sample, or of a function's call: `--generate-timeout`, 14,400 s here, too. |
 | `--num-gpus-per-node` | An engine's GPUs over these are its nodes, `--sglang-nnodes`, where that is not given. |
 | `--wandb-key` | `WANDB_API_KEY` in the environment: the config holds no secrets. |
 | user functions | The same files, with slime's import names, `args` and `Sample`: [hooks.md](hooks.md). |

@@ -182,9 +182,6 @@ class _AgentRollout(PlayedRollout):
         self._groups, self._program, self._alone = groups, program, False
         self.places, self._sessions = groups.runner.slots, ""
 
-    def patience_s(self) -> float:
-        return self._groups.settings.generate_timeout
-
     def note(self, error: HookFailed) -> None:
         self._groups.failed(self.task, self.index, self._sessions, error)
 

@@ -84,7 +84,7 @@ class CustomGenerate(GroupPlayer):
     async def group(self, task: Task, earlier: Sequence[Sample], in_flight: InFlight | None, slots: GroupSlots) -> PlayedGroup:
         await self.start()
         await self.replica.open_proxy()
-        await self.replica.wait_serving(task.min_version, self.seconds)
+        await self.replica.wait_serving(task.min_version)
         return await super().group(task, earlier, in_flight, slots)
 
     def rollout(self, task: Task, index: int, earlier: list[Sample], slots: GroupSlots, progress: GroupProgress) -> PlayedRollout:
@@ -213,7 +213,9 @@ class _Rollout(PlayedRollout):
     async def _called(self, sample: HookSample, begun: int) -> tuple[list[HookSample], tuple[int, bool]]:
         """Returns what `CustomGenerate.call` does. Raises HookFailed, DeadlineExceeded; Stopped where it does not come back once stopped.
         ``begun``: the version that is served."""
-        seconds, alone, loop = self.patience_s(), self.failures.alone, asyncio.get_running_loop()
+        if self._left <= 0:
+            raise self._functions.late(self.task, self.index)
+        seconds, alone, loop = self._left, self.failures.alone, asyncio.get_running_loop()
         call = asyncio.create_task(self._functions.call(self.task, self.index, sample, self.requests, seconds, alone))
         stopping = asyncio.create_task(self.requests.stopped.wait())
         try:
@@ -229,12 +231,6 @@ class _Rollout(PlayedRollout):
         finally:
             self._left = (clock.when() or 0.0) - LONGEST_S - loop.time()
             await cancelled((call, stopping))
-
-    def patience_s(self) -> float:
-        """Returns the seconds that it has left. Raises DeadlineExceeded where there are none."""
-        if self._left <= 0:
-            raise self._functions.late(self.task, self.index)
-        return self._left
 
     def stored(self) -> list[Sample]:
         if self.samples is not None or self.stopped is None:

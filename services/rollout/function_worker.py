@@ -49,7 +49,7 @@ class GenerateCalls(Calls):
 
     def __init__(self, config: RunConfig) -> None:
         self.waits = ["generate"]
-        self.block_s = BLOCKED_SHARE * config.rollout.generate_timeout
+        self.block_s = BLOCKED_SHARE * config.rollout.patience
         self._args = Arguments(config)
         for field, path in generate_paths(config).items():
             load(field, path)

@@ -155,10 +155,6 @@ class PlayedRollout:
         replica serves, and its incarnation."""
         raise NotImplementedError
 
-    def patience_s(self) -> float:
-        """Returns how long it waits for weights. Raises DeadlineExceeded where it has no time left."""
-        raise NotImplementedError
-
     def oldest(self, version: int) -> int:
         """Returns the version that its oldest token may be of, where ``version`` is served."""
         return version
@@ -174,7 +170,7 @@ class PlayedRollout:
         """Plays to the end, or until it is stopped. Raises what loses it."""
         try:
             while self.samples is None:
-                await self.replica.wait_serving(self.task.min_version, self.patience_s())
+                await self.replica.wait_serving(self.task.min_version)
                 async with self.slots.slot(self.index), self.places:
                     await self.try_once(in_flight)
                 if self.samples is None:  # after an abort, the push that caused it is still in progress
@@ -184,7 +180,7 @@ class PlayedRollout:
 
     async def try_once(self, in_flight: InFlight | None) -> None:
         """Makes one attempt, in a slot. Raises what `attempt` does, but of HookFailed only one that is not to be tried again."""
-        client = await self.replica.wait_serving(self.task.min_version, self.patience_s())
+        client = await self.replica.wait_serving(self.task.min_version)
         version, life = self.replica.version, self.replica.incarnation
         tracked = in_flight.tracked(self.task.group, self.requests, self.oldest(version), version) if in_flight else nullcontext()
         try:
@@ -329,9 +325,6 @@ class _EngineRollout(PlayedRollout):
         self._deadline, self._spent, self._failed = groups.deadline, 0.0, 0
         self._kept = 0 if is_evaluation(task.group) else groups.kept
         self._decode = functools.partial(groups.tokenizer.decode, skip_special_tokens=False)
-
-    def patience_s(self) -> float:
-        return self._deadline
 
     def oldest(self, version: int) -> int:
         return min([version, *(partial.segments[0][2] for partial in self._partials if partial.segments)])

@@ -331,7 +331,7 @@ class Producer:
             await self._end(drawn, self._outcomes.failed(task, reason, INFRASTRUCTURE))
             return False
         try:
-            await self._replica.wait_serving(task.min_version, self._config.rollout.generate_timeout)
+            await self._replica.wait_serving(task.min_version)
         except (DeadlineExceeded, Stopped) as error:  # no weights, or no engine
             self._service.log.warning("group_handed_back", group=task.group, error=str(error))
             self._replica.miss(TRAIN, task.min_version)

@@ -12,7 +12,7 @@ from collections.abc import Awaitable, Callable
 
 from services.rollout.client_adapters import Adapters
 from services.rollout.engine.early_processes import engine_flags
-from services.rollout.engine.engine_client import EngineClient, patience, until_hung
+from services.rollout.engine.engine_client import HUNG_PART, HUNG_SECONDS, EngineClient, until_hung
 from services.rollout.engine.engine_process import EngineProcess
 from services.rollout.engine.external_engine import ExternalEngine
 from services.rollout.engine.transport import EngineError
@@ -118,10 +118,10 @@ class Replica:
         """Whether it generates; a prefill engine computes prompts for decode engines."""
         return self._kind != "prefill"
 
-    async def wait_serving(self, min_version: int, deadline: float) -> EngineClient:
-        """Waits until the replica serves ``min_version`` or newer. Raises DeadlineExceeded; Stopped where its external engine is away, and
-        where its GPUs were lent and have gone back to the trainer: others continue the work."""
-        loop = asyncio.get_running_loop()
+    async def wait_serving(self, min_version: int, deadline: float | None = None) -> EngineClient:
+        """Waits until the replica serves ``min_version`` or newer, at most for the run's patience. Raises DeadlineExceeded; Stopped where
+        its external engine is away, and where its GPUs were lent and have gone back to the trainer: others continue the work."""
+        loop, deadline = asyncio.get_running_loop(), self._rollout.patience if deadline is None else deadline
         end = loop.time() + deadline
         while not self.serving or self.version < min_version or self.client is None:
             if self._external and not self.served.engine_is_up:
@@ -141,7 +141,7 @@ class Replica:
     def miss(self, task_class: str, min_version: int) -> None:
         """Notes a task of a class that was given up here, if it is for a newer version than the one that is served."""
         if self.version < min_version:
-            self._missed[task_class, self.version] = time.monotonic() + self._rollout.generate_timeout
+            self._missed[task_class, self.version] = time.monotonic() + self._rollout.patience
 
     def lags(self, task_class: str) -> bool:
         """Returns whether the tasks of a class are left to others, since those serve what they are for."""
@@ -222,7 +222,8 @@ class Replica:
     async def _fault(self, engine: EngineProcess | ExternalEngine) -> str:
         self._killed, client = "", self.client
         assert client is not None  # it has started
-        seconds = patience(devices.resolve(self._rollout.rollout_device), self._rollout.generate_timeout)
+        on_cpu = devices.resolve(self._rollout.rollout_device) == "cpu"
+        seconds = max(HUNG_SECONDS, on_cpu * HUNG_PART * self._rollout.patience)
         probing = asyncio.create_task(until_hung(client, self._can_be_asked, seconds))
         try:
             while not (fault := await asyncio.to_thread(engine.fault)):

@@ -27,11 +27,11 @@ from pydantic import Field, ValidationError, model_validator
 
 from shared.config import flag_table
 from shared.config.eval_section import EvalSet
-from shared.config.flag_table import Fields
+from shared.config.flag_table import Fields, Off, laid
 from shared.config.rollout_section import WorkerType
 from shared.config.run_config import RunConfig, field_sections, section_model
 from shared.config.section import ConfigTable
-from shared.config.sglang_flags import plain_name
+from shared.config.sglang_flags import made_with, plain_name
 from shared.config.trainer_section import MEGATRON_LAYOUT
 from shared.runtime.errors import BadInput, ConfigError, near, nearest, shown
 
@@ -58,21 +58,22 @@ def known_fields(values: dict[str, Any]) -> Known:
             others, known = _without_slimes(section, fields, found, renamed), section_model(section).model_fields
             found.values[section] = {key: _table(value, known[key].annotation) for key, value in others.items() if key in known}
             found.problems.extend(_unknown(section, key, value) for key, value in others.items() if key not in known)
-    megatron = found.values.get("trainer", {}).pop("megatron", None)
-    if isinstance(megatron, dict):
+    megatron = found.values.get("trainer", {}).get("megatron")
+    if isinstance(megatron, dict):  # its field's own check refuses others
         try:
             others = _without_slimes("trainer.megatron", megatron, found, renamed)
             found.values["trainer"]["megatron"] = flag_table.canonical(others, owners)
         except ConfigError as error:
             found.problems.append(error)
-    elif megatron is not None:
-        found.values["trainer"]["megatron"] = megatron  # its field's own check refuses it
+            del found.values["trainer"]["megatron"]
     found.notes.extend(flag_table.lay_renamed(found.values, owners, renamed))
     return found
 
 
 def _table(value: Any, annotation: Any) -> Any:
-    """Returns the table of a field whose value is its JSON text, as TOML has no null; else the value, which its own check judges."""
+    """Returns the table of a field that is JSON text, as TOML has no null, true or false of a switch; else the value, for its own check."""
+    if annotation in (bool, bool | None):
+        return flag_table.truth(value)
     if isinstance(value, str) and get_origin(annotation) is dict:
         with suppress(ValueError):
             return json.loads(value)
@@ -184,7 +185,7 @@ class Layers:
                 continue
             known = self.values.setdefault(section, {})
             for name, value in fields.items():
-                known[name] = value if _is_file(section, name, value) else _merged(name, known.get(name), value)
+                known[name] = value if _is_file(section, name, value) else _merged(name, known.get(name, Off()), value)
                 self.origins[f"{section}.{name}"] = path
 
     def file(self, section: str, field: str) -> Path | None:
@@ -221,7 +222,9 @@ def _is_file(section: str, name: str, value: Any) -> bool:
 
 
 def _merged(name: str, below: Any, above: Any) -> Any:
-    """Merges tables key by key, also one that stands as JSON; SGLang's flags, the table ``sglang``, however they are spelled."""
+    """Merges tables key by key, also one of JSON, those called ``sglang`` by any spelling; takes back what a switch sets that is off."""
+    if isinstance(above, Off):
+        return laid(below, above)
     below = _table(below, dict[str, Any] if isinstance(above, dict) else str)
     if not isinstance(below, dict) or not isinstance(above, dict):
         return above
@@ -332,6 +335,8 @@ def _by_section(values: dict[str, Any], path: Path) -> dict[str, Any]:
             found.lay({owners[name]: {name: value}}, path)
         elif flag_table.of_slime(name):
             found.lay({"run": {key: value}}, path)
+        elif name.startswith("sglang_") and made_with().find(plain_name(flag := name.removeprefix("sglang_"))):
+            found.lay({"rollout": {"sglang": {flag: value}}}, path)
         else:
             section, table = ("trainer", "megatron") if name in flag_table.spellings() else ("run", "custom_args")
             found.lay({section: {table: {key: value}}}, path)

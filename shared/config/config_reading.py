@@ -24,6 +24,7 @@ from shared.config.config_layers import (
     lay_sglang_config,
 )
 from shared.config.eval_section import NAME
+from shared.config.flag_table import Off
 from shared.config.run_config import RunConfig, field_sections, section_model
 from shared.config.section import HOOK, WITHOUT_RULES, ContradictoryFields, Section
 from shared.config.slime_defaults import settle_functions
@@ -93,6 +94,7 @@ def with_own_gpus(config: RunConfig) -> RunConfig:
 
 def _with_presets(known: dict[str, Any]) -> tuple[dict[str, Any], dict[str, str]]:
     """Returns the values with those of the presets that they name; and of each field that was set so the preset."""
+    known = {section: {name: value for name, value in fields.items() if not isinstance(value, Off)} for section, fields in known.items()}
     try:
         named = [str(name) for name in presets.listed(known.get("algorithm", {}).get("preset", []))]
     except ValueError:  # the field's own check tells it

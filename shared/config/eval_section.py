@@ -12,7 +12,7 @@ from typing import Annotated, Any, ClassVar, Self
 
 from pydantic import BeforeValidator, Field, PlainSerializer, PlainValidator, model_validator
 
-from shared.config.rollout_section import GENERATORS, Command, Roles
+from shared.config.rollout_section import GENERATORS, Command, Roles, StopStrings
 from shared.config.section import MUTABLE, ConfigTable, Rule, Section, Table, hook
 from shared.data import data_files
 from shared.data.data_files import DataFile
@@ -49,7 +49,7 @@ class EvalSet(ConfigTable):
     max_prompt_len: int | None = Field(default=None, gt=0, description="tokens; default: eval_max_prompt_len")
     max_context_len: int | None = Field(default=None, gt=1, description="tokens of prompt and response; default: eval_max_context_len")
     min_new_tokens: int | None = Field(default=None, ge=0, description="default: eval_min_new_tokens")
-    stop: list[str] | None = Field(default=None, max_length=32, description="stop strings; default: rollout_stop")
+    stop: StopStrings | None = Field(default=None, max_length=32, description="stop strings; default: rollout_stop")
     stop_token_ids: list[int] | None = Field(default=None, description="default: rollout_stop_token_ids")
     repetition_penalty: float | None = Field(default=None, gt=0, le=2, description="default: 1, none")
     skip_special_tokens: bool | None = Field(default=None, description="leave them out of the text; default: rollout_skip_special_tokens")

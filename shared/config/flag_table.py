@@ -34,6 +34,22 @@ MAX_LIST = 4096  # The most entries of a list that an expression may make
 
 Fields = dict[str, Any]  # Field of the config → value
 
+
+class Off(Fields):
+    """A switch that is off, in its field's place: what it makes of some values below, by their text. An empty one is no value."""
+
+
+def laid(below: Any, above: Any) -> Any:
+    """Returns what comes of one value over another; of a switch that is off over nothing, an empty ``Off``, itself."""
+    if not isinstance(above, Off):
+        return above
+    return Off({**above, **below}) if isinstance(below, Off) else above.get(str(below), below)
+
+
+def _switch(off: Fields, **on: Any) -> Callable[[bool], Fields]:
+    return lambda given: on if given else dict.fromkeys(on, Off(off))
+
+
 Kind = Literal["taken", "renamed", "no-op", "refused"]
 
 
@@ -133,24 +149,19 @@ OWN_SOURCES = {"slime.rollout.data_source.RolloutDataSource", "slime.rollout.dat
 """slime's own sources of prompts, which read files as Myxo does."""
 
 _RENAMED = (
-    Flag(
-        "offload",
-        "switch",
-        "--offload-train --offload-rollout",
-        sets=lambda given: {"offload_train": True, "offload_rollout": True} if given else {},
-    ),
+    Flag("offload", "switch", "--offload-train --offload-rollout", sets=_switch({"True": Off()}, offload_train=True, offload_rollout=True)),
     Flag(
         "partial_rollout",
         "switch",
         "--staleness-policy continue: generation continues under the next weights, up to --max-staleness; --off-policy corrects the loss",
-        sets=lambda given: {"staleness_policy": "continue"} if given else {},
+        sets=_switch({"continue": Off(), "mask": Off()}, staleness_policy="continue"),
         yields=True,
     ),
     Flag(
         "mask_offpolicy_in_partial_rollout",
         "switch",
         "--staleness-policy mask: tokens older than --max-staleness versions leave the loss",
-        sets=lambda given: {"staleness_policy": "mask"} if given else {},
+        sets=_switch({"mask": "continue"}, staleness_policy="mask"),
     ),
     Flag(
         "distributed_timeout_minutes",
@@ -160,12 +171,7 @@ _RENAMED = (
     ),
     Flag("num_gpus_per_node", "int", "--gpus-per-node, by which an engine's nodes are counted", sets=lambda gpus: {"gpus_per_node": gpus}),
     Flag("sglang_router_request_timeout_secs", "float", "--generate-timeout", sets=lambda seconds: {"generate_timeout": seconds}),
-    Flag(
-        "update_weight_disk_keep_files",
-        "switch",
-        "--keep-snapshots 1000000",
-        sets=lambda given: {"keep_snapshots": 1_000_000} if given else {},
-    ),
+    Flag("update_weight_disk_keep_files", "switch", "--keep-snapshots 1000000", sets=_switch({"1000000": Off()}, keep_snapshots=1_000_000)),
     Flag(
         "rollout_external_engine_addrs",
         "texts",
@@ -178,7 +184,12 @@ _RENAMED = (
         "--data-source, and nothing where it is slime's own: prompts are read from --prompt-data",
         sets=lambda given: {} if given.replace(":", ".") in OWN_SOURCES else {"data_source": given},
     ),
-    Flag("bf16", "switch", "--train-dtype bfloat16", sets=lambda given: {"train_dtype": "bfloat16"} if given else {}),
+    Flag(
+        "bf16",
+        "switch",
+        "--train-dtype bfloat16, and float32 where it is false",
+        sets=lambda given: {"train_dtype": "bfloat16" if given else "float32"},
+    ),
     Flag("wandb_key", "text", "WANDB_API_KEY in the trainer's environment; the config holds no secrets", variable="WANDB_API_KEY"),
     Flag("deterministic_mode", "switch", "--deterministic", sets=lambda given: {"deterministic": given}),
 )
@@ -300,15 +311,18 @@ def translate(path: str, flag: Flag, value: Any, others: Fields) -> Translation:
     if flag.ignored:
         return Translation(others, f"{flag.command_line[0]} changes nothing: {flag.reason}", {})
     fields = flag.sets(plain) if flag.sets else {}
-    both = {**fields, **others} if flag.yields else {**others, **fields}
-    return Translation(both, f"{flag.command_line[0]} is {flag.reason}", {flag.variable: str(plain)} if flag.variable else {})
+    below, above = (fields, others) if flag.yields else (others, fields)
+    both = below | {name: laid(below.get(name, Off()), value) for name, value in above.items()}
+    meaning = "false takes back, where it stands below," if any(isinstance(value, Off) for value in fields.values()) else "is"
+    return Translation(both, f"{flag.command_line[0]} {meaning} {flag.reason}", {flag.variable: str(plain)} if flag.variable else {})
 
 
 def lay_renamed(sections: dict[str, dict[str, Any]], owners: Mapping[str, str], renamed: Fields) -> list[str]:
     """Puts fields that flags under other names set below those that are given; returns a line for the user of each given otherwise."""
     notes = []
     for name, value in renamed.items():
-        if str(given := sections.setdefault(owners[name], {}).setdefault(name, value)) != str(value):
+        given = sections.setdefault(owners[name], {}).setdefault(name, value)
+        if not isinstance(value := laid(given, value), Off) and str(value) != str(given):
             notes.append(f"{name} = {shown(given)} is given itself, and counts: {shown(value)}, by a flag under another name, does not")
     return notes
 
@@ -361,11 +375,6 @@ def has_engine() -> bool:
     return importlib.util.find_spec("transformer_engine") is not None
 
 
-def has_deepep() -> bool:
-    """Returns whether DeepEP is installed."""
-    return importlib.util.find_spec("deep_ep") is not None
-
-
 def missing_engine(given: Mapping[str, Any], here: bool = True) -> Iterator[ConfigError]:
     """Yields an error for each flag that Transformer Engine's layers alone have beside local ones, and for those layers where, ``here``, it
     is not installed. ``given``: name → value."""
@@ -380,7 +389,8 @@ def missing_engine(given: Mapping[str, Any], here: bool = True) -> Iterator[Conf
 
 def without_effect(given: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     """Yields each flag that changes nothing in this installation, and why. ``given``: name → value."""
-    engine, deepep, chosen = has_engine(), has_deepep(), given.get("transformer_impl") == "transformer_engine"
+    engine, chosen = has_engine(), given.get("transformer_impl") == "transformer_engine"
+    deepep = importlib.util.find_spec("deep_ep") is not None
     of = "'s layers, and transformer_impl is local" if engine else ", which is not installed"
     for name, value in given.items():
         flag = catalogue().get(name)
@@ -425,16 +435,24 @@ def shown(value: Any) -> str:
     return str(value).lower() if value is None or isinstance(value, bool) else str(value)
 
 
+def truth(value: Any) -> Any:
+    """Returns true or false in any form, such as yes, 1 or off; any other value as it is, for the check of its field or flag."""
+    with contextlib.suppress(ValueError):
+        return _SWITCH.validate_python(value)
+    return value
+
+
+_SWITCH = TypeAdapter(bool)
 _EXPECTED = {"switch": "true or false", "int": "a whole number", "float": "a number", "text": "text"}
 
 
 def _single(kind: str, value: Any) -> Any:
     """Returns text or TOML's value as one of `_EXPECTED`. Raises ValueError: what is expected."""
     text = str(value)
-    with contextlib.suppress(KeyError, ValueError):
+    with contextlib.suppress(ValueError):
         match kind:
-            case "switch":
-                return {"true": True, "false": False}[text.lower()]
+            case "switch" if isinstance(given := truth(value), bool):
+                return given
             case "int":
                 return int(text)
             case "float" if math.isfinite(number := float(text)):

@@ -49,18 +49,12 @@ class CommandLine:
     as_slime: bool = False
     words: list[str] = dataclasses.field(default_factory=list)
 
-    def set(self, section: str, name: str, value: Any, flag: str) -> None:
-        """Sets a field; a mapping is added to the one that is there."""
-        self.typed[f"{section}.{name}"] = flag
-        fields = self.overrides.setdefault(section, {})
+    def set(self, section: str, name: str, value: Any, flag: str, key: str = "") -> None:
+        """Sets a field, or a key of it; a mapping is added to the one that is there."""
+        self.typed[f"{section}.{name}" + (f".{key}" if key else "")] = flag
+        fields, value = self.overrides.setdefault(section, {}), {key: value} if key else value
         present = fields.get(name)
         fields[name] = {**present, **value} if isinstance(present, dict) and isinstance(value, dict) else value
-
-    def set_key(self, table: str, key: str, value: Any, flag: str) -> None:
-        """Sets a key of a field that is a table; ``table``: ``section.field``."""
-        section, name = table.split(".")
-        self.overrides.setdefault(section, {}).setdefault(name, {})[key] = value
-        self.typed[f"{table}.{key}"] = flag
 
 
 def parse(arguments: list[str]) -> Overrides:
@@ -117,7 +111,7 @@ def _read_flag(rest: list[str], owners: Mapping[str, str], given: CommandLine) -
         # passed through verbatim: the values that follow, or a switch
         words = _following(rest) if own is None else own
         value = True if not words else words[0] if len(words) == 1 else words
-        given.set_key("rollout.sglang", flag.removeprefix(SGLANG), value, flag)
+        given.set("rollout", "sglang", value, flag, flag.removeprefix(SGLANG))
     elif positive in owners:
         if not is_switch(positive):
             raise ConfigError(flag, text, f"unknown flag; {nearest(flag.replace('--no-', '--', 1), flags())}")
@@ -136,11 +130,11 @@ def _translated(flag: str, name: str, own: list[str] | None, rest: list[str], gi
         raise ConfigError(flag, "".join(own or []), f"unknown flag; {_hint(flag)}")
     found, bare = known
     words = own or []
-    if own is None and (bare is None or _next_is(rest, "true", "false")):
+    if own is None and (bare is None or _next_is_truth(rest)):
         words = _following(rest, None if found.refused or found.kind.endswith("s") else 1)
     value = found.of_words(flag, bare, words)
     if slimes is None:
-        given.set_key("trainer.megatron", found.name, flag_table.typed(flag, found, bare, value), flag)
+        given.set("trainer", "megatron", flag_table.typed(flag, found, bare, value), flag, found.name)
         return
     given.renamed, note, environment = flag_table.translate(flag, found, value, given.renamed)
     for field in given.renamed:
@@ -171,7 +165,7 @@ def _value(flag: str, info: FieldInfo, own: list[str] | None, rest: list[str]) -
     kinds = _kinds(info.annotation)
     reader = next((item.read for item in info.metadata if isinstance(item, Words)), None)
     several, optional = list in kinds, type(None) in kinds
-    if own is None and bool in kinds and not _next_is(rest, "true", "false", *["none"] * optional):
+    if own is None and bool in kinds and not _next_is_truth(rest, none=optional):
         return True
     words = _following(rest, None if several or reader else 1) if own is None else own
     if not words and not (several and not optional):
@@ -182,8 +176,10 @@ def _value(flag: str, info: FieldInfo, own: list[str] | None, rest: list[str]) -
 
 
 def _read_by(reader: Callable[[list[str]], Any] | None, flag: str, kinds: set[type], words: list[str]) -> Any:
+    if reader is None and list in kinds:
+        return words
     if reader is None:
-        return words if list in kinds else mapping(flag, words[0]) if dict in kinds else words[0]
+        return mapping(flag, words[0]) if dict in kinds else flag_table.truth(words[0]) if bool in kinds else words[0]
     try:
         return reader(words)
     except ValueError as error:
@@ -225,8 +221,8 @@ def _following(rest: list[str], most: int | None = None) -> list[str]:
     return words
 
 
-def _next_is(rest: list[str], *words: str) -> bool:
-    return bool(rest) and rest[0].lower() in words
+def _next_is_truth(rest: list[str], *, none: bool = False) -> bool:
+    return bool(rest) and (isinstance(flag_table.truth(rest[0]), bool) or (none and rest[0].lower() == "none"))
 
 
 def _members(annotation: Any) -> list[Any]:

@@ -23,6 +23,8 @@ from shared.schema.sample import OverlongPolicy
 STEPS = "training steps (one rollout batch each), or num_epoch in its place; 0: nothing but the warm start and an evaluation"
 """What `num_rollout` is."""
 
+StopStrings = list[Annotated[str, StringConstraints(min_length=1)]]  # By an empty one an engine ends at its first token
+
 DETERMINISTIC = "enable-deterministic-inference"
 
 AGENTS, GENERATOR = ("agent", "agent_command"), "custom_generate_function_path"
@@ -372,7 +374,7 @@ class RolloutSection(Section):
         default=None,
         description="leave special tokens out of responses' text; default: yes, but for functions of one's own, as slime has it",
     )
-    rollout_stop: list[str] = Field(default=[], max_length=32, description="stop strings; SGLang takes 32")
+    rollout_stop: StopStrings = Field(default=[], max_length=32, description="stop strings; SGLang takes 32")
     rollout_stop_token_ids: list[int] = Field(default=[], description="stop token ids")
     rollout_replicas: int = Field(
         default=1,
@@ -459,9 +461,19 @@ class RolloutSection(Section):
         description="engines' weights: as hf_checkpoint has them, or of a plain one blocks of 8-bit floats or groups of 4-bit integers: "
         "the trainer keeps the plain weights and quantizes each push",
     )
-    engine_start_timeout: float = Field(default=600, gt=0, description="seconds for an engine to answer its first request", **MUTABLE)
-    generate_timeout: float = Field(default=600, gt=0, description="seconds for one group's generation", **MUTABLE)
+    engine_start_timeout: float = Field(
+        default=600,
+        gt=0,
+        description="seconds for an engine to answer its first request; work waits as long for one to serve",
+        **MUTABLE,
+    )
+    generate_timeout: float = Field(default=14400, gt=0, description="seconds for one sample's generation, or function's call", **MUTABLE)
     sglang: Table = Field(default={}, description="SGLang's own flags without their dashes, passed through verbatim")
+
+    @property
+    def patience(self) -> float:
+        """Returns the seconds for which work waits for an engine that serves the weights it is for: by then one has been started anew."""
+        return min(self.generate_timeout, self.engine_start_timeout)
 
     @property
     def fewest_rollouts(self) -> int:

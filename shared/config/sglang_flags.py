@@ -236,12 +236,13 @@ def plain_name(key: str) -> str:
     name = key.lstrip("-").replace("_", "-")
     if name in FORMER or name.startswith("no-"):  # former names go by what is installed; the others turn a flag around
         return name
-    flag = _made_with(CATALOGUE).find(name)
+    flag = made_with().find(name)
     return name if flag is None else flag.spellings[0]
 
 
 @cache
-def _made_with(path: Path) -> EngineFlags:
+def made_with(path: Path = CATALOGUE) -> EngineFlags:
+    """Returns the flags of an SGLang that Myxo is made with."""
     return EngineFlags.of_json(path.read_text())
 
 
@@ -289,7 +290,7 @@ def of_installed() -> EngineFlags | None:
         return None
     parser = fingerprint()
     for path in filter(Path.is_file, (CATALOGUE, FURTHER)):
-        if ((known := _made_with(path)).sglang, known.parser) == (version, parser):
+        if ((known := made_with(path)).sglang, known.parser) == (version, parser):
             return known
     name = f"sglang-flags-{version}-{parser}.json"
     with contextlib.suppress(ValueError):

@@ -13,6 +13,7 @@ slime's. How large a machine is used, what is stored and what is written stays M
 
 import math
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
 from typing import Any
 
 from shared.config import presets
@@ -159,12 +160,12 @@ def defaults(given: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, Any]
     named = map(str, preset if isinstance(preset := algorithm.get("preset", []), list) else [preset])
     if algorithm.keys() & {"use_kl_loss", "kl_loss_coef"} and not any("kl_loss_type" in presets.PRESETS.get(name, {}) for name in named):
         found.setdefault("algorithm", {})["kl_loss_type"] = "k1"
-    if _is_on(trainer.get("enable_mtp_training")):
+    if trainer.get("enable_mtp_training") is True:
         found["trainer"]["mtp_loss_scaling_factor"] = 0.2
     if not given.get("reward", {}).keys() & {"rm_type", "custom_rm_path"}:
         found["reward"] = {"rm_type": GIVEN}
-    if _is_on(trainer.get("colocate")) and not rollout.keys() & {"rollout_num_gpus", "rollout_replicas"}:
-        ranks = _count(trainer.get("actor_num_nodes", 1)) * _count(trainer.get("actor_num_gpus_per_node", 1))
+    if trainer.get("colocate") is True and not rollout.keys() & {"rollout_num_gpus", "rollout_replicas"}:
+        ranks = _quotient(1, trainer.get("actor_num_nodes", 1), trainer.get("actor_num_gpus_per_node", 1))
         found["rollout"]["rollout_num_gpus"] = ranks
     return found
 
@@ -174,7 +175,7 @@ def _runs_ahead(rollout: Mapping[str, Any]) -> bool:
     if (bound := rollout.get("max_staleness")) is not None:
         return str(bound) != "0"
     is_async = _dotted(rollout.get("rollout_function_path")) == FULLY_ASYNC
-    return is_async or rollout.get("staleness_policy", "mask") != "mask"  # slime masks whatever is of older weights
+    return is_async or rollout.get("staleness_policy") in ("drop", "requeue", "continue")  # slime masks whatever is of older weights
 
 
 def _leaves_correction_open(algorithm: Mapping[str, Any]) -> bool:
@@ -190,10 +191,11 @@ def settle_defaults(given: dict[str, dict[str, Any]]) -> list[str]:
             f"rollouts run ahead of training, and the loss corrects for it by --off-policy decoupled, {weight}; slime has none: "
             "--no-use-tis leaves it out"
         )
-    coefficient = algorithm.get("kl_loss_coef")
-    if coefficient is not None and not _is_on(algorithm.get("use_kl_loss")) and _is_above_zero(coefficient):
-        del algorithm["kl_loss_coef"]
-        notes.append(f"--kl-loss-coef {coefficient} changes nothing without --use-kl-loss, as with slime")
+    coefficient = str(algorithm.get("kl_loss_coef"))
+    with suppress(ValueError):  # there is none, or its field's own check reports it
+        if float(coefficient) > 0 and not algorithm.get("use_kl_loss") and "preset" not in algorithm:
+            del algorithm["kl_loss_coef"]
+            notes.append(f"--kl-loss-coef {coefficient} changes nothing without --use-kl-loss, as with slime")
     megatron = given.get("trainer", {}).get("megatron")
     if isinstance(megatron, dict) and megatron.get("moe_router_enable_expert_bias") and "moe_router_bias_update_rate" not in megatron:
         notes.append("router biases keep the checkpoint's values; slime moves them, unless told --moe-router-bias-update-rate 0: by 0.001")
@@ -205,24 +207,6 @@ def note(found: Mapping[str, Mapping[str, Any]], given: Mapping[str, Mapping[str
     taken = ((name, value) for section, fields in found.items() for name, value in fields.items() if name not in given.get(section, {}))
     words = ", ".join(f"{name} = {shown(value)}" for name, value in taken)
     return f"slime's defaults hold where they differ from Myxo's and no flag is given: {words}"
-
-
-def _is_on(value: Any) -> bool:
-    return str(value).lower() == "true"
-
-
-def _is_above_zero(value: Any) -> bool:
-    """Returns whether a value is a number above 0; what is none is reported by the field's own check."""
-    try:
-        return float(value) > 0
-    except ValueError:
-        return False
-
-
-def _count(value: Any) -> int:
-    """Returns a whole number; 1 if it is none: validation of the field reports it."""
-    text = str(value)
-    return int(text) if text.isdecimal() else 1
 
 
 RULES = (

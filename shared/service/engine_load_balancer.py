@@ -143,7 +143,7 @@ class EngineSpread(EndpointServer):
     """The address of one function, or of a frozen ``model``. ``address``: host and port, once it is open. ``least``: the version that a
     replica has to serve. ``sent``: requests, by proxy. ``fleet``: whether the policy's engines are those that evaluate alone.
 
-    Where no replica of a frozen model can answer, a request waits for one within a generation's own deadline: its weights are the same
+    Where no replica of a frozen model can answer, a request waits for one, for the run's patience: its weights are the same
     after an engine's death."""
 
     def __init__(self, service: Service, replica: OwnReplica | None, *, model: str = "", fleet: bool = False) -> None:
@@ -218,9 +218,9 @@ class EngineSpread(EndpointServer):
             return web.Response(status=denied.status, text=json.dumps({"error": denied.reason}), content_type="application/json")
 
     async def _answered(self, request: web.BaseRequest, body: bytes | None) -> web.StreamResponse:
-        """Returns a replica's answer; of a frozen model's, the first one within the deadline of a generation."""
+        """Returns a replica's answer; of a frozen model's, the first one within the run's patience."""
         loop = asyncio.get_running_loop()
-        end = loop.time() + (self._service.config.rollout.generate_timeout if self._model and body is not None else 0.0)
+        end = loop.time() + (self._service.config.rollout.patience if self._model and body is not None else 0.0)
         while True:
             try:
                 return await self._passed_on(request, body)

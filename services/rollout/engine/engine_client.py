@@ -446,14 +446,9 @@ class EngineClient(AbstractAsyncContextManager["EngineClient"]):
 PROBE_INTERVAL_S = 10.0
 PROBE_SECONDS = 30.0
 
-# The time for which an engine may answer no probe, and on a CPU the part of the deadline of a generation, if that is longer: one forward
-# pass of a long prompt through a large model takes minutes there.
+# The time for which an engine may answer no probe, and on a CPU the part of the run's patience, if that is longer: one forward pass of a
+# long prompt through a large model takes minutes there.
 HUNG_SECONDS, HUNG_PART = 60.0, 0.25
-
-
-def patience(device: str, generate_timeout: float) -> float:
-    """Returns the seconds for which an engine on ``cuda`` or ``cpu`` may answer no probe. ``generate_timeout``: a generation's deadline."""
-    return HUNG_SECONDS if device == "cuda" else max(HUNG_SECONDS, HUNG_PART * generate_timeout)
 
 
 async def until_hung(client: EngineClient, can_be_asked: Callable[[], object], seconds: float) -> str:

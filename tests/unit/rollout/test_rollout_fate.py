@@ -14,6 +14,7 @@ import pytest
 from services.rollout import custom_generate, rollout_service
 from services.rollout.in_flight import InFlight, Requests
 from services.rollout.played_group import DISRUPTIVE_TRIES, TRIES, GroupProgress, RolloutFailures
+from services.rollout.replica import Replica
 from services.rollout.rollout_service import Rollout
 from services.rollout.task_outcomes import TaskOutcomes
 from shared.bus.bus_errors import NotPermitted
@@ -121,11 +122,20 @@ async def test_the_time_of_a_function_s_call_does_not_run_while_the_engine_sleep
     rollout = custom_generate._Rollout(functions, task_of("g00000001"), 0, [], None, GroupProgress(1, 1))  # type: ignore[arg-type]
     [given], _ = await rollout._called(HookSample(), 0)
     assert given.status is Status.COMPLETED
-    if asleep:
-        assert rollout.patience_s() > 0
-    else:
+    if not asleep:
         with pytest.raises(DeadlineExceeded):
-            rollout.patience_s()
+            await rollout._called(HookSample(), 0)
+    assert (rollout._left > 0) == asleep
+
+
+async def test_work_waits_for_an_engine_as_long_as_one_may_start_however_long_a_response_may_take(tmp_path: Path) -> None:
+    rollout = run_config(tmp_path, rollout={"engine_start_timeout": 0.05}).rollout
+    parts: Any = {"serving": False, "version": 0, "client": None, "_external": False, "_shown": asyncio.Event()}
+    replica: Any = SimpleNamespace(
+        _rollout=rollout, served=SimpleNamespace(asleep=False), _service=SimpleNamespace(state="waiting"), **parts
+    )
+    with pytest.raises(DeadlineExceeded, match="within 0.05 s"):
+        await Replica.wait_serving(replica, 1)
 
 
 PICTURES = Payload(keys=["pictures"], bytes=1)

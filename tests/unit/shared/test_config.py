@@ -203,6 +203,8 @@ def test_a_value_out_of_range_is_refused_by_name_and_value(tmp_path: Path, secti
             "trainer.tensor_model_parallel_size",
             "does not divide",
         ),
+        ({"rollout": {"rollout_stop": ["###", ""]}}, "rollout.rollout_stop.1", "at least 1 character"),
+        ({"eval": {"sets": [{"name": "a", "path": "a.jsonl", "stop": [""]}]}}, "eval.sets.a.stop.0", "at least 1 character"),
         ({"trainer": {"num_steps_per_rollout": 3}}, "trainer.num_steps_per_rollout", "4 samples do not divide"),
         ({"rollout": {"n_samples_per_prompt": 1}}, "rollout.n_samples_per_prompt", "grpo compares the samples of a group"),
         (
@@ -641,3 +643,9 @@ def test_an_object_store_is_named_by_its_bucket_and_over_tls(weights: dict[str, 
     with pytest.raises(ConfigError) as caught:
         run_config(tmp_path, weights=weights)
     assert caught.value.field == "weights.object_store_url"
+
+
+def test_a_long_response_has_hours_and_work_waits_minutes_for_an_engine(tmp_path: Path) -> None:
+    rollout = run_config(tmp_path).rollout
+    assert (rollout.generate_timeout, rollout.patience) == (14400, 600)
+    assert run_config(tmp_path, rollout={"generate_timeout": 20}).rollout.patience == 20

@@ -95,6 +95,22 @@ def test_what_the_file_itself_says_wrong_is_not_laid_to_its_base(plain: Path, tm
         load(path)
 
 
+SWITCHED = "[rollout]\npartial_rollout = {0}\n[trainer]\noffload = {0}\nbf16 = {0}\ncolocate = true\nupdate_weight_disk_keep_files = {0}\n"
+
+
+@pytest.mark.parametrize("words", ["", "--partial-rollout false --offload false --bf16 no --update-weight-disk-keep-files=0"])
+def test_a_switch_that_is_off_takes_back_what_stands_below(plain: Path, tmp_path: Path, words: str) -> None:
+    off = "" if words else SWITCHED.format("false")
+    write(tmp_path / "base.toml", SWITCHED.format("true"))
+    path = write(tmp_path / "run.toml", 'base = ["plain.toml", "base.toml"]\n' + off)
+    config = load(path, over({"rollout": {"rollout_batch_size": 8}}, flags.parse(words.split())))
+    trainer, kept = config.trainer, config.weights.keep_snapshots
+    assert (config.rollout.staleness_policy, trainer.offload_train, trainer.train_dtype, kept) == ("drop", None, "float32", 2)
+    write(tmp_path / "base.toml", "[weights]\nkeep_snapshots = 5\n[trainer]\noffload_train = false\n")
+    config = load(path, flags.parse(words.split()))
+    assert (config.weights.keep_snapshots, config.trainer.offload_train) == (5, False), "what the switch has not set stays"
+
+
 def test_a_file_of_prompts_is_one_value(plain: Path, tmp_path: Path) -> None:
     [prompts] = tomllib.loads(plain.read_text())["data"]["prompt_data"]
     write(tmp_path / "base.toml", f'[data]\nprompt_data = {{ path = "{prompts}", weight = 3.0 }}\n')

@@ -218,6 +218,16 @@ def test_a_custom_config_file_stands_over_all_and_its_other_keys_go_to_the_users
     assert "no such file" in str(read(None, given).problems)
 
 
+@pytest.mark.parametrize("key", ["mem_fraction_static", "mem-fraction-static"])
+def test_an_engines_flag_of_a_custom_config_file_stands_over_the_same_in_any_spelling(tmp_path: Path, key: str) -> None:
+    own = tmp_path / "own.yaml"
+    own.write_text("sglang_mem_fraction_static: 0.5\nsglang_server_concurrency: 7\nsglang_judge_url: http://j\n")
+    given = values(tmp_path, run={"custom_config_path": str(own)}, rollout={"sglang": {key: 0.8, "page-size": 1}})
+    config = read(None, given).config
+    assert config is not None and config.rollout.sglang == {"mem_fraction_static": 0.5, "page-size": 1}
+    assert config.run.custom_args == {"sglang_judge_url": "http://j"}, "an attribute of one's own, as with slime"
+
+
 # --- what slime refuses at its start, a command line without a config is refused, too; and its file of roles
 
 LEAST = "--hf-checkpoint /no/model --prompt-data /no/p --num-rollout 3 --rollout-batch-size 4 --n-samples-per-prompt 4 --rm-type math"
@@ -303,6 +313,15 @@ def test_a_coefficient_of_a_kl_that_is_not_used_changes_nothing() -> None:
         ("", "kl_loss_coef: 0.001", {"kl_loss_coef": 0.0, "use_kl_loss": False}),
         ("--kl-loss-coef 0.01", "use_kl_loss: true", {"kl_loss_coef": 0.01, "use_kl_loss": True}),
         ("", "partial_rollout: true", {"max_staleness": 1, "correction": "decoupled"}),
+        ("--partial-rollout", "partial_rollout: false", {"max_staleness": 0, "correction": "none", "staleness_policy": "drop"}),
+        ("--partial-rollout false", "mask_offpolicy_in_partial_rollout: false", {"max_staleness": 0, "staleness_policy": "drop"}),
+        ("--partial-rollout", "mask_offpolicy_in_partial_rollout: false", {"staleness_policy": "continue"}),
+        ("--mask-offpolicy-in-partial-rollout=no --partial-rollout=1", "", {"staleness_policy": "continue"}),
+        ("--kl-loss-coef 0.01", "use_kl_loss: 1", {"kl_loss_coef": 0.01, "use_kl_loss": True}),
+        ("--kl-loss-coef 0.01 --use-kl-loss=yes", "", {"kl_loss_coef": 0.01, "use_kl_loss": True}),
+        ("--kl-loss-coef 0.01 --use-kl-loss off", "", {"kl_loss_coef": 0.0, "use_kl_loss": False}),
+        ("--kl-loss-coef 0.01 --preset grpo", "", {"kl_loss_coef": 0.01}),
+        ("--colocate=1 --actor-num-gpus-per-node 4", "", {"rollout_replicas": 4}),
     ],
 )
 def test_slimes_defaults_are_for_what_a_file_sets_as_for_flags(words: str, text: str, expected: dict[str, Any], tmp_path: Path) -> None:
