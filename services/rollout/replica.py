@@ -62,8 +62,7 @@ class Replica:
 
     ``client``: usable while ``engine_up`` is set. ``served``: the one owner of the replica's version. ``update_lock``: held by whoever
     changes the engine's weights or memory. ``before_start``, ``after_start``: awaited around each start of an engine. ``hand_on``: called
-    where a lent engine goes to sleep. ``proxy``: where
-    routers, gateways and generate functions of the user's reach the engine; open if there are any."""
+    where a lent engine goes to sleep. ``proxy``: where routers, gateways and functions of the user's reach the engine; open if any do."""
 
     def __init__(self, service: Service) -> None:
         self._service, self._rollout, self._external = service, service.config.rollout, external_engine(service)

@@ -339,7 +339,7 @@ class Sampler:
             task.add_done_callback(lambda _: self._running.pop(command.key, None))
 
     async def _carry_out(self, command: Command) -> None:
-        started, seconds = time.monotonic(), self._service.config.rollout.generate_timeout
+        started = time.monotonic()
         outcome = CommandOutcome(client=command.client, number=command.number, at=time.time(), error=command.refused, category="user")
         try:
             if not command.refused:
@@ -349,7 +349,7 @@ class Sampler:
         except TurnRefused as error:
             outcome = outcome.model_copy(update={"error": str(error)})
         except TimeoutError:
-            outcome = outcome.model_copy(update={"error": f"no replica has sampled it within {seconds:g} s", "category": "server"})
+            outcome = outcome.model_copy(update={"error": f"no sample came after {time.monotonic() - started:.0f} s", "category": "server"})
         except Exception as error:  # the same command would end the endpoint again after its restart
             self._service.log.error("sample_failed", client=command.client, number=command.number, exc_info=error)
             outcome = outcome.model_copy(update={"error": describe(error), "category": "server"})
@@ -385,9 +385,9 @@ class Sampler:
         return codec.pack(result), {"tokens": float(sum(len(one.completion) for one in found)), "sequences": float(len(found))}
 
     async def _generated(self, request: TurnRequest) -> TurnGeneration:
-        """Returns what a replica samples; another one is asked where it fails. Raises TurnRefused; TimeoutError."""
+        """Returns what a replica samples; another one is asked where it fails, for the run's patience. Raises TurnRefused; TimeoutError."""
         async with self._slots, asyncio.timeout(request.seconds):
-            while True:
+            for _ in range(1 + int(self._service.config.rollout.patience / RETRY_SECONDS)):
                 if known := self._replicas.known:
                     try:
                         found = await self._client.generate(known[next(self._next) % len(known)].url, request)
@@ -396,6 +396,7 @@ class Sampler:
                     except ReplicaFailed as error:
                         self._service.log.warning("sample_failed", request=request.request, error=str(error))
                 await asyncio.sleep(RETRY_SECONDS)
+            raise TimeoutError
 
 
 async def serve(service: Service, address: HttpAddress) -> None:

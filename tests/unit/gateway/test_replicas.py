@@ -28,6 +28,7 @@ from services.gateway.replicas import (
     choose,
     targets,
 )
+from services.gateway.tinker.tinker_service import Sampler
 from services.gateway.turns import LiveTurn, Turns, UnrecordedSessions
 from shared.config.service_sections import GatewaySection
 from shared.formats.request import ChatTurn, TokenTurn, TurnRefused
@@ -375,3 +376,12 @@ def test_of_twice_the_sessions_that_fit_few_prompts_are_computed_again() -> None
     fitting = int(HELD_SHARE * CAPACITY) // (50 + 5 * turns)
     by_request, by_session = (played(2 * fitting, turns, by_room=by_room) for by_room in (False, True))
     assert by_request > 10 * by_session >= 10 * 2 * fitting * 50
+
+
+async def test_a_client_s_sample_is_given_up_where_no_replica_is_there_long_before_its_own_deadline(tmp_path: Path) -> None:
+    service = SimpleNamespace(config=run_config(tmp_path, rollout={"engine_start_timeout": 0.1}))
+    sampler = Sampler(service, Mock(), Mock(), Mock(known=[]), Mock())  # type: ignore[arg-type]
+    begun = time.monotonic()
+    with pytest.raises(TimeoutError):
+        await sampler._generated(Mock(seconds=5.0))
+    assert time.monotonic() - begun < 4
