@@ -252,7 +252,8 @@ def check_external_engines(inspection: Inspection) -> Findings:
 def _pushed(inspection: Inspection, flags: Mapping[str, tuple[str, Any]]) -> Findings:
     """Yields flags by which engines compute with other weights than what is pushed; a note where those on GPUs cast it to bfloat16."""
     config, entries = inspection.config, inspection.model_config or {}
-    entries = entries if (precision := config.rollout.rollout_precision) == "checkpoint" else {**entries, ENTRY: precision}
+    if config.rollout.rollout_precision != "checkpoint":
+        entries = {**entries, ENTRY: {"quant_method": config.rollout.rollout_precision}}
     given = {name: value for name, (_, value) in flags.items()} if config.pushes else {}
     drafts = config.trainer.enable_mtp_training and DRAFT not in flags
     for name, why in unfit_for_pushes(given, entries, config.weights.update_weight_transport, drafts):

@@ -389,6 +389,7 @@ class Rollout:
         else:
             what = f"generates {groups}"
             after = f"a group goes back to the queue after rollout.generate_timeout = {config.generate_timeout:g} s"
+            after = f"{after}, where no engine serves after {config.patience:g} s"
         if quiet:
             what, since = f"{what}, but its engine generates no token", silent_since
         return Doing(part=WORK, what=what, since=since, next_action=after, stuck=quiet)

@@ -335,7 +335,7 @@ def _by_section(values: dict[str, Any], path: Path) -> dict[str, Any]:
             found.lay({owners[name]: {name: value}}, path)
         elif flag_table.of_slime(name):
             found.lay({"run": {key: value}}, path)
-        elif name.startswith("sglang_") and made_with().find(plain_name(flag := name.removeprefix("sglang_"))):
+        elif name.startswith("sglang_") and (flag := name.removeprefix("sglang_")).replace("_", "-") in made_with():
             found.lay({"rollout": {"sglang": {flag: value}}}, path)
         else:
             section, table = ("trainer", "megatron") if name in flag_table.spellings() else ("run", "custom_args")

@@ -464,7 +464,7 @@ class RolloutSection(Section):
     engine_start_timeout: float = Field(
         default=600,
         gt=0,
-        description="seconds for an engine to answer its first request; work waits as long for one to serve",
+        description="seconds for an engine to answer its first request; work waits 600 s for one to serve, or as long as this if more",
         **MUTABLE,
     )
     generate_timeout: float = Field(default=14400, gt=0, description="seconds for one sample's generation, or function's call", **MUTABLE)
@@ -472,8 +472,9 @@ class RolloutSection(Section):
 
     @property
     def patience(self) -> float:
-        """Returns the seconds for which work waits for an engine that serves the weights it is for: by then one has been started anew."""
-        return min(self.generate_timeout, self.engine_start_timeout)
+        """Returns the seconds for which work waits for an engine that serves the weights it is for: ten minutes, more where engines start
+        more slowly, and at most `generate_timeout`."""
+        return min(self.generate_timeout, max(600, self.engine_start_timeout))
 
     @property
     def fewest_rollouts(self) -> int:

@@ -178,6 +178,9 @@ class EngineFlags:
         """Returns what this SGLang calls a flag that had another name; any other name as it is."""
         return name if name in self._spelled or FORMER.get(name) not in self._spelled else FORMER[name]
 
+    def __contains__(self, name: str) -> bool:
+        return name in self._spelled
+
     def find(self, name: str) -> EngineFlag | None:
         """Returns the flag of that name, or the only one with that prefix, which SGLang accepts too."""
         name = self.present_name(name)
@@ -222,12 +225,16 @@ def unfit_for_pushes(flags: Mapping[str, Any], entries: Mapping[str, Any], trans
     for name, why in OF_OTHER_WEIGHTS.items():
         if str(flags.get(name)) not in ("None", "False", "", "-1", "0"):
             yield name, why
-    kernels = OF_BLOCKS if "quantization_config" in entries else LAID_OUT_ANEW if transport == "nccl" else LAID_OUT_ANEW[:-1]
+    form = entries.get("quantization_config") or {}
+    kernels = OF_BLOCKS if form.get("quant_method") == "fp8" else LAID_OUT_ANEW if transport == "nccl" else LAID_OUT_ANEW[:-1]
     sparse = any("experts" in key and value for key, value in {**entries, **(entries.get("text_config") or {})}.items())
     for name in ("moe-runner-backend", "moe-a2a-backend") if sparse else ():
         for own in (name, *([f"speculative-{name}"] if drafts else [])):
             if flags.get(own) in kernels:
-                yield own, "it wants experts in another layout than they are pushed in; --moe-runner-backend triton does not"
+                yield (
+                    own,
+                    f"it wants experts in another layout than they are pushed in; --{own} {'none' if 'a2a' in own else 'triton'} does not",
+                )
 
 
 @cache

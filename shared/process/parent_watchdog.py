@@ -95,7 +95,8 @@ def main(lifeline: int, scratch: str, command: list[str]) -> int:
     """Runs ``command`` to its end and returns its exit code."""
     _ask_kernel(PR_SET_CHILD_SUBREAPER, 1)
     # no thread is running yet, so preexec_fn is safe here
-    child = subprocess.Popen(command, preexec_fn=lambda: _ask_kernel(PR_SET_PDEATHSIG, signal.SIGKILL)).pid
+    started = subprocess.Popen(command, preexec_fn=lambda: _ask_kernel(PR_SET_PDEATHSIG, signal.SIGKILL))
+    child = started.pid  # ``started`` is kept: as it goes, it would take the exit code of a command that has ended already
     nothing = os.open(os.devnull, os.O_RDWR)
     for descriptor in (0, 1):  # whoever holds the other ends is to see when the command has closed its own
         os.dup2(nothing, descriptor)

