@@ -379,7 +379,7 @@ def test_of_twice_the_sessions_that_fit_few_prompts_are_computed_again() -> None
 
 
 async def test_a_client_s_sample_is_given_up_where_no_replica_is_there_long_before_its_own_deadline(tmp_path: Path) -> None:
-    service = SimpleNamespace(config=run_config(tmp_path, rollout={"engine_start_timeout": 0.1}))
+    service = SimpleNamespace(config=run_config(tmp_path, rollout={"generate_timeout": 0.1}))
     sampler = Sampler(service, Mock(), Mock(), Mock(known=[]), Mock())  # type: ignore[arg-type]
     begun = time.monotonic()
     with pytest.raises(TimeoutError):
