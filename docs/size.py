@@ -24,7 +24,7 @@ ROOT = Path(__file__).resolve().parents[1]
 PACKAGES = tuple(name for name in ("services", "shared", "myxo") if (ROOT / name).is_dir())
 
 # CONTRIBUTING.md says how these two may move
-MOST_LINES = 104941
+MOST_LINES = 104939
 MOST_FILES = 450
 MOST_COMPLEXITY = 15
 MEDIAN_FUNCTION = 8  # lines, docstring included

@@ -175,7 +175,10 @@ class EnvironmentHealthCheck:
             log = self._log.info if state == "ready" and not detail else self._log.warning
             log("environment_state", state=state, reason=detail, before=self.state)
         self.state, self.detail = state, detail
-        (self.reachable.set if state in ("ready", "late") else self.reachable.clear)()
+        if state in ("ready", "late"):
+            self.reachable.set()
+        else:
+            self.reachable.clear()
 
     def _status(self) -> ServiceStatus:
         return ServiceStatus(

@@ -221,8 +221,8 @@ class Replica:
     async def _fault(self, engine: EngineProcess | ExternalEngine) -> str:
         self._killed, client = "", self.client
         assert client is not None  # it has started
-        on_cpu = devices.resolve(self._rollout.rollout_device) == "cpu"
-        seconds = max(HUNG_SECONDS, on_cpu * HUNG_PART * self._rollout.patience)
+        on_gpu = devices.resolve(self._rollout.rollout_device) == "cuda"
+        seconds = HUNG_SECONDS if on_gpu else max(HUNG_SECONDS, HUNG_PART * self._rollout.patience)
         probing = asyncio.create_task(until_hung(client, self._can_be_asked, seconds))
         try:
             while not (fault := await asyncio.to_thread(engine.fault)):

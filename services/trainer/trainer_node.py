@@ -78,8 +78,10 @@ class NodeRanks:
         self.own = OwnRanks(0, ended=self.own.running, code=code, reason=reason, consequence=consequence)
 
     def _read(self, name: str) -> str:
-        path = self._directory / name
-        return path.read_text() if path.exists() else ""
+        try:
+            return (self._directory / name).read_text()
+        except FileNotFoundError:
+            return ""
 
 
 def run_node(service: str, role: str, rank: int, module: str = "services.trainer.rank") -> None:

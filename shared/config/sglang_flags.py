@@ -228,13 +228,10 @@ def unfit_for_pushes(flags: Mapping[str, Any], entries: Mapping[str, Any], trans
     form = entries.get("quantization_config") or {}
     kernels = OF_BLOCKS if form.get("quant_method") == "fp8" else LAID_OUT_ANEW if transport == "nccl" else LAID_OUT_ANEW[:-1]
     sparse = any("experts" in key and value for key, value in {**entries, **(entries.get("text_config") or {})}.items())
-    for name in ("moe-runner-backend", "moe-a2a-backend") if sparse else ():
+    for name, plain in (("moe-runner-backend", "triton"), ("moe-a2a-backend", "none")) if sparse else ():
         for own in (name, *([f"speculative-{name}"] if drafts else [])):
             if flags.get(own) in kernels:
-                yield (
-                    own,
-                    f"it wants experts in another layout than they are pushed in; --{own} {'none' if 'a2a' in own else 'triton'} does not",
-                )
+                yield own, f"it wants experts in another layout than they are pushed in; --{own} {plain} does not"
 
 
 @cache

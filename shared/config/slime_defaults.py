@@ -69,13 +69,8 @@ def _train_demonstrations(values: Values) -> None:
     for name, value in given.items():
         if value is not None:
             values["sft"].setdefault(name, value)
-    steps_of_prompts = (
-        "trainer.global_batch_size",
-        "trainer.lr_warmup_fraction",
-        "trainer.lr_warmup_iters",
-        "trainer.num_steps_per_rollout",
-    )
-    for path in ("data.prompt_data", "rollout.num_epoch", "algorithm.loss_type", "debug.debug_train_only", *steps_of_prompts):
+    steps = [f"trainer.{name}" for name in ("global_batch_size", "lr_warmup_fraction", "lr_warmup_iters", "num_steps_per_rollout")]
+    for path in ("data.prompt_data", "rollout.num_epoch", "algorithm.loss_type", "debug.debug_train_only", *steps):
         section, name = path.split(".")
         values[section].pop(name, None)
     rollout["num_rollout"] = 0

@@ -203,10 +203,8 @@ def _pipeline_problems(a: Architecture, layout: ParallelLayout, overrides: Mappi
         yield from _chunk_problems(layout, {f"each of the {layout.pipeline} stages": a.num_layers // layout.pipeline})
     elif len(sized) == len(uneven):  # otherwise Megatron itself sizes the stages
         yield from _sized_problems(a, layout, sized)
-    elif (stages := _stages(uneven)) and stages != layout.pipeline * layout.chunks:
-        wanted = (
-            f"{layout.pipeline} stages, or {layout.pipeline * layout.chunks} where virtual_pipeline_model_parallel_size is {layout.chunks}"
-        )
+    elif (stages := _stages(uneven)) and stages != (several := layout.pipeline * layout.chunks):
+        wanted = f"{layout.pipeline} stages, or {several} where virtual_pipeline_model_parallel_size is {layout.chunks}"
         yield ConfigError("trainer.megatron.pipeline_model_parallel_layout", overrides[UNEVEN[-1]], f"{wanted}; it has {stages}")
 
 

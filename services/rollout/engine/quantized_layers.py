@@ -122,11 +122,14 @@ def _compute_plainly(form: QuantizedFormat) -> None:
         mixed = fused_moe_native.moe_forward_native(layer, x, chosen, method.moe_runner_config)
         return StandardCombineInput(hidden_states=mixed)
 
+    def keep_configuration(method: Any, _layer: Any, configuration: Any) -> None:
+        method.moe_runner_config = configuration
+
     linear, experts, configuration, apply = _methods(form)
     _compute_with_copies(linear, apply, partial(lay_out, form.endings, [""]), multiply)
     if experts is not None:
         _compute_with_copies(experts, apply, partial(lay_out, form.endings, ["w13_", "w2_"]), mix)
-        experts.create_moe_runner = lambda method, _, configuration: method.__dict__.update(moe_runner_config=configuration)
+        experts.create_moe_runner = keep_configuration
     configuration.get_supported_act_dtypes = lambda *_: [torch.bfloat16, torch.float16, torch.float32]
 
 
